@@ -1,0 +1,1 @@
+"""KV connectors: how the KV cache of one engine reaches another."""

@@ -1,0 +1,129 @@
+"""What the scheduler tells the worker, what the worker answers, and what the engine tells its caller.
+
+Everything here is plain data: lists, dicts and numbers, no tensors. In vLLM these cross process borders.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanopd.config import SamplingParams
+from nanopd.request import Request, RequestMetrics
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """All the worker needs to know of a request it has not seen, or has seen and dropped at a preemption."""
+
+    request_id: str
+    token_ids: list[int]  # prompt and, after a preemption, the output so far
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    stop_token_ids: frozenset[int]  # what `min_tokens` forbids until there are enough
+    block_ids: list[int]
+    num_computed_tokens: int
+
+    @classmethod
+    def of(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
+        return cls(
+            request.request_id,
+            request.token_ids.tolist(),
+            request.num_prompt_tokens,
+            request.sampling_params,
+            request.stop_token_ids,
+            block_ids,
+            request.num_computed_tokens,
+        )
+
+
+@dataclass(slots=True)
+class CachedRequestData:
+    """The delta for a request the worker knows (rule S7). It has the tokens: it sampled them itself."""
+
+    request_id: str
+    new_block_ids: list[int]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step: what to compute, and what to forget. The order of `num_scheduled_tokens` is the order of the batch."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: list[CachedRequestData] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    num_common_prefix_blocks: int = 0
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    kv_connector_metadata: Any = None  # from the connector's scheduler half to its worker half
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What the connector's worker half has seen happen since the last step: ids of requests."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the sampled token's, its rank (1 is best), and the best ones', best first."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What the worker answers. A request whose tokens have not all caught up has no sampled token."""
+
+    sampled_token_ids: dict[str, int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """News of one request: tokens since the last step, and how it ended if it did (see RequestStatus)."""
+
+    request_id: str
+    new_token_ids: list[int]
+    metrics: RequestMetrics
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @classmethod
+    def end_of(
+        cls,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: TokenLogprobs | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> "EngineCoreOutput":
+        return cls(
+            request.request_id,
+            new_token_ids,
+            request.metrics,
+            logprobs,
+            request.status.value,
+            request.stop_reason,
+            kv_transfer_params,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """One look at the scheduler, for progress bars and metrics. The last four only grow."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    prefix_cache_queries: int  # tokens looked up in the prefix cache
+    prefix_cache_hits: int  # tokens found there
+    num_scheduled_tokens: int

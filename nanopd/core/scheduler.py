@@ -1,0 +1,382 @@
+"""The scheduler: which request computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase (rule S1). Each request has `num_computed_tokens` and wants to catch up
+with `num_tokens_with_spec`; every step hands out a budget of tokens, to the running requests first and then to the
+waiting ones. A chunk of a long prompt, a decode (one token) and a prefix hit are the same case with different numbers.
+
+    add_request -> waiting -----------.             .--> running --> finished
+                   skipped_waiting ---+-> schedule -+
+                     ^                              '--> step_skipped_waiting --.
+                     '----------------- end of the step -----------------------'
+
+It knows nothing about tensors, text or sockets. Rules S1-S11; lessons 04, 05 and 06.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from nanopd.config import UserError
+from nanopd.core.block_pool import KVCacheBlock
+from nanopd.core.kv_cache import KVCacheManager
+from nanopd.core.output import (
+    CachedRequestData,
+    EngineCoreOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from nanopd.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from nanopd.connector.base import KVConnectorScheduler
+
+
+class Scheduler:
+    """Owns all unfinished requests of an engine.
+
+    Args:
+        kv: block tables and prefix cache.
+        max_model_len: longest prompt + output; lowered to what the pool can hold, so that one request alone can
+            always finish (rule S9).
+        max_num_seqs: most requests in `running`.
+        max_num_batched_tokens: token budget of a step.
+        long_prefill_token_threshold: longest chunk of one request in a step; 0: no limit but the budget.
+        connector: asked for tokens that were computed elsewhere; None: nothing comes from elsewhere.
+        kv_load_failure_policy: "recompute" or "fail" (rule S10).
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        long_prefill_token_threshold: int = 0,
+        connector: "KVConnectorScheduler | None" = None,
+        kv_load_failure_policy: str = "recompute",
+    ) -> None:
+        self.kv = kv
+        self.max_model_len = min(max_model_len, len(kv.pool.blocks) * kv.block_size)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.connector = connector
+        self.kv_load_failure_policy = kv_load_failure_policy
+
+        self.requests: dict[str, Request] = {}  # all that are unfinished
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
+        self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
+        self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
+        self.reclaiming: dict[str, Request] = {}  # ended, but a peer may still touch their blocks (rule P4)
+        self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
+        self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
+
+    # ---------------------------------------------------------------- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request at the end of `waiting`. Raises UserError if it could never be served (rule S9)."""
+        if request.request_id in self.requests or request.request_id in self.reclaiming:
+            raise UserError(
+                f"Request id {request.request_id!r} is already in use; ids of unfinished requests must differ."
+            )
+        if request.num_tokens == 0:
+            raise UserError("The prompt is empty; it needs at least one token.")
+        if request.num_tokens >= self.max_model_len:
+            raise UserError(
+                f"The prompt has {request.num_tokens} tokens, and max_model_len is {self.max_model_len} for prompt and "
+                f"output together; shorten it to at most {self.max_model_len - 1} tokens or raise max_model_len."
+            )
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.kv.update_block_hashes(request)
+
+    def finish_requests(
+        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> None:
+        """Ends requests in whatever state they are, at any moment between two steps. Unknown ids are ignored."""
+        ended = {i: self.requests[i] for i in request_ids if i in self.requests}
+        if not ended:
+            return
+        for request in ended.values():
+            request.status = status
+            self._release(request)
+        self.running = [r for r in self.running if r.request_id not in ended]
+        self.waiting = deque(r for r in self.waiting if r.request_id not in ended)
+        self.skipped_waiting = deque(r for r in self.skipped_waiting if r.request_id not in ended)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests or self.reclaiming)
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decides one step. Raises RuntimeError if the engine could never go on (rule S11: that would be a bug)."""
+        output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
+        self._finished_req_ids = set()
+        self._schedule_running(output)
+        lookups_pending = False
+        if not output.preempted_req_ids:  # whoever was just thrown out must not come back past those who stayed (S4)
+            lookups_pending = self._schedule_waiting(output)
+        if self.requests and not output.num_scheduled_tokens and not output.preempted_req_ids:
+            self._ensure_progress(lookups_pending)
+        output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
+        if self.connector:
+            output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+        self._num_scheduled += output.total_num_scheduled_tokens
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput) -> None:
+        """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
+        i = 0
+        while i < len(self.running) and (budget := self.max_num_batched_tokens - output.total_num_scheduled_tokens) > 0:
+            request = self.running[i]
+            i += 1
+            num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
+            if num_new == 0:
+                continue
+            while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
+                victim = self.running.pop()
+                self._preempt(victim)
+                output.preempted_req_ids.add(victim.request_id)
+                if victim is request:  # case B: even without those behind it there is not enough
+                    return
+                # case A: a later request gave its blocks; try again
+            block_ids = [block.block_id for block in new_blocks] if new_blocks else []
+            output.scheduled_cached_reqs.append(
+                CachedRequestData(request.request_id, block_ids, request.num_computed_tokens)
+            )
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.total_num_scheduled_tokens += num_new
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> bool:
+        """S4, S5, S6. Returns whether a connector still owes an answer about somebody."""
+        lookups_pending = False
+        step_skipped_waiting: list[Request] = []
+        while (self.skipped_waiting or self.waiting) and len(self.running) < self.max_num_seqs:
+            budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+            if budget == 0:
+                break
+            queue = self.skipped_waiting or self.waiting
+            request = queue[0]
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
+                step_skipped_waiting.append(queue.popleft())
+                continue
+
+            hits: list[KVCacheBlock] = []
+            num_computed, num_external, load_async = request.num_computed_tokens, 0, False
+            holds_blocks = request.request_id in self.kv.tables  # only a request whose remote load has ended does
+            if not holds_blocks:  # what is computed already, here or elsewhere?
+                hits = self.kv.get_computed_blocks(request)
+                num_computed = len(hits) * self.kv.block_size
+                if self.connector and request.ask_connector:
+                    matched, load_async = self.connector.get_num_new_matched_tokens(request, num_computed)
+                    if matched is None:
+                        lookups_pending = True
+                        step_skipped_waiting.append(queue.popleft())
+                        continue
+                    load_async = load_async and matched > 0
+                    num_external = matched if load_async else min(matched, request.num_tokens - 1 - num_computed)
+                    num_computed += num_external
+            num_new = 0 if load_async else self._num_new_tokens(request, num_computed, budget)
+            if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
+                break  # nobody overtakes the head of the queue
+
+            queue.popleft()
+            block_ids = self.kv.get_block_ids(request.request_id)
+            if not holds_blocks:
+                self._count_hits(request, num_computed)
+                request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
+                if self.connector and request.ask_connector:
+                    self.connector.update_state_after_alloc(request, block_ids, num_external)
+            if load_async:  # S5: it has its blocks, and waits for what belongs in them
+                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+                self.loading.add(request.request_id)
+                step_skipped_waiting.append(request)
+                continue
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.total_num_scheduled_tokens += num_new
+        self.skipped_waiting.extendleft(reversed(step_skipped_waiting))
+        return lookups_pending
+
+    def _num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
+        """S2: what is missing, cut to the chunk threshold, to the budget and to the longest sequence allowed."""
+        missing = request.num_tokens_with_spec - num_computed
+        if 0 < self.long_prefill_token_threshold < missing:
+            missing = self.long_prefill_token_threshold
+        return max(0, min(missing, budget, self.max_model_len - 1 - num_computed))
+
+    def _preempt(self, request: Request) -> None:
+        """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+        request.metrics.num_preemptions += 1
+        self._num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _try_promote(self, request: Request) -> bool:
+        """S5: has the data come? Then the request is WAITING again, with its blocks and computed tokens."""
+        if request.request_id not in self.finished_recving_kv_req_ids:
+            return False
+        self.finished_recving_kv_req_ids.remove(request.request_id)
+        self.kv.cache_blocks(request, request.num_computed_tokens)  # K8: the delayed registration
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1  # all is there, but to sample we need the last token's logits
+        request.status = RequestStatus.WAITING
+        return True
+
+    def _forget_external_tokens(self, request: Request) -> None:
+        """Gives a waiting request's blocks back; it will be computed here like any other."""
+        self.kv.free(request)
+        request.num_computed_tokens = request.num_external_tokens = 0
+        request.ask_connector = False
+        self.finished_recving_kv_req_ids.discard(request.request_id)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            request.status = RequestStatus.WAITING
+
+    def _ensure_progress(self, lookups_pending: bool) -> None:
+        """S10 and S11: nothing was scheduled and nobody preempted. Is something on its way, or must somebody give way?
+
+        Loaded requests hold blocks without running. If they keep the head of the queue from getting its own, the last
+        of them gives its blocks back and will recompute; at the latest when only the head is left, it fits (S9).
+        """
+        if self.loading or self.reclaiming or lookups_pending:
+            return
+        for request in reversed([*self.skipped_waiting, *self.waiting]):
+            if request.request_id in self.kv.tables:
+                self._forget_external_tokens(request)
+                return
+        raise RuntimeError(f"nothing can be scheduled, nothing is in flight and no block can be freed: {self!r}")
+
+    # ---------------------------------------------------------------- after the step
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Takes in what the worker computed: new tokens, ended requests, finished transfers. Returns the news."""
+        news: list[EngineCoreOutput] = []
+        stopped: set[str] = set()
+        now = time.monotonic()
+        for request_id, token_id in output.sampled_token_ids.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue  # aborted since
+            request.token_ids.append(token_id)
+            self.kv.update_block_hashes(request)
+            metrics = request.metrics
+            metrics.last_token_time = now
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            item = EngineCoreOutput(request_id, [token_id], metrics, output.logprobs.get(request_id))
+            status = self._check_stop(request, token_id)
+            if status is not None:
+                request.status = status
+                stopped.add(request_id)
+                kv_transfer_params = self._release(request)
+                item = EngineCoreOutput.end_of(request, [token_id], item.logprobs, kv_transfer_params)
+            news.append(item)
+        if stopped:
+            self.running = [r for r in self.running if r.request_id not in stopped]
+        if output.kv_connector_output is not None:
+            news += self._update_from_connector(output.kv_connector_output)
+        return news
+
+    def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
+        """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
+        params = request.sampling_params
+        if token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens:
+            request.stop_reason = None if token_id in request.eos_token_ids else token_id
+            return RequestStatus.FINISHED_STOPPED
+        if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
+            return RequestStatus.FINISHED_LENGTH
+        return None
+
+    def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
+        """Transfers that ended: who can be promoted, who computes itself (or fails, S10), whose blocks are free now."""
+        news = []
+        for request_id in output.finished_sending | output.finished_recving | output.failed_recving:
+            if request_id in self.reclaiming:
+                self.kv.free(self.reclaiming.pop(request_id))
+            elif request_id in self.loading:
+                request = self.requests[request_id]
+                self.loading.remove(request_id)
+                if request_id not in output.failed_recving:
+                    self.finished_recving_kv_req_ids.add(request_id)
+                elif self.kv_load_failure_policy == "recompute":
+                    self._forget_external_tokens(request)
+                else:
+                    request.stop_reason = "its KV cache could not be loaded from the remote engine"
+                    self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
+                    news.append(EngineCoreOutput.end_of(request, []))
+        return news
+
+    def _release(self, request: Request) -> dict[str, object] | None:
+        """Forgets an ended request and frees its blocks, unless a peer may still touch them (rule P4)."""
+        request_id = request.request_id
+        del self.requests[request_id]
+        self._finished_req_ids.add(request_id)
+        still_loading = request_id in self.loading
+        delay_free, kv_transfer_params = False, None
+        if self.connector and request_id in self.kv.tables:
+            delay_free, kv_transfer_params = self.connector.request_finished(request, self.kv.get_block_ids(request_id))
+        self.loading.discard(request_id)
+        self.finished_recving_kv_req_ids.discard(request_id)
+        if delay_free or still_loading:
+            self.reclaiming[request_id] = request
+        else:
+            self.kv.free(request)
+        return kv_transfer_params
+
+    # ---------------------------------------------------------------- what others may look at
+
+    def _count_hits(self, request: Request, num_cached: int) -> None:
+        self._num_queried += request.num_tokens
+        self._num_hit += num_cached
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = time.monotonic()
+            request.metrics.num_cached_tokens = num_cached
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self.skipped_waiting),
+            kv_cache_usage=self.kv.usage,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._num_queried,
+            prefix_cache_hits=self._num_hit,
+            num_scheduled_tokens=self._num_scheduled,
+        )
+
+    def check_invariants(self) -> None:
+        """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""
+        self.kv.check_invariants([*self.requests, *self.reclaiming])
+        queued = [r.request_id for queue in (self.running, self.waiting, self.skipped_waiting) for r in queue]
+        assert sorted(queued) == sorted(self.requests), f"queues hold {queued}, requests are {list(self.requests)}"
+        assert all(r.status is RequestStatus.RUNNING for r in self.running), f"{self.running}"
+        waiting = [*self.waiting, *self.skipped_waiting]
+        assert not any(r.status is RequestStatus.RUNNING or r.status.is_finished for r in waiting), f"{waiting}"
+        remote = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
+        assert remote == self.loading | self.finished_recving_kv_req_ids
+        if not self.requests and not self.reclaiming:
+            assert self.kv.pool.num_free_blocks == len(self.kv.pool.blocks), (
+                "nothing is unfinished, yet blocks are held"
+            )
+
+    def __repr__(self) -> str:
+        pool = self.kv.pool
+        return (
+            f"Scheduler(running={self.running}, waiting={[*self.waiting]}, skipped_waiting={[*self.skipped_waiting]}, "
+            f"loading={self.loading}, free blocks={pool.num_free_blocks}/{len(pool.blocks)})"
+        )

@@ -1,0 +1,75 @@
+"""From tokens to text while they come: nothing is shown that a later token could still change.
+
+Two things can make the end of the text provisional: a character whose bytes are spread over several tokens, and the
+beginning of what may become a stop string. Both are held back until they are settled. Lesson 10.
+"""
+
+from collections.abc import Sequence
+
+from nanopd.config import SamplingParams
+from nanopd.models.tokenizer import Tokenizer
+
+_CONTEXT = 6  # prompt tokens decoded with the first output tokens: some tokenizers drop a leading space without them
+
+
+class Detokenizer:
+    """Text of one completion.
+
+    `text` is what may be shown. `append` returns the stop string that was found, if any; the text then ends before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._params = params
+        self._ids = list(prompt_token_ids[-_CONTEXT:])
+        self._num_output = 0
+        # ids[read:] have given no text yet. ids[prefix:read] have; they are decoded again together with what follows,
+        # because the text of a token can depend on its neighbours.
+        self._prefix, self._read = 0, len(self._ids)
+        self._full = ""  # `text` and what is held back
+
+    def append(self, token_ids: Sequence[int], finished: bool = False) -> str | None:
+        """Takes in the next tokens; with `finished`, everything held back is shown."""
+        searched = len(self._full)
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            self._num_output += 1
+            shown = self._decode(self._ids[self._prefix : self._read])
+            longer = self._decode(self._ids[self._prefix :])
+            if len(longer) > len(shown) and not longer.endswith("�"):  # else a character is not complete
+                self._full += longer[len(shown) :]
+                self._prefix, self._read = self._read, len(self._ids)
+        if finished and self._read < len(self._ids):
+            shown = self._decode(self._ids[self._prefix : self._read])
+            self._full += self._decode(self._ids[self._prefix :])[len(shown) :]
+            self._read = len(self._ids)
+        stop = self._find_stop(searched) if self._num_output >= self._params.min_tokens else None
+        held = 0 if finished or stop else self._num_held_back()
+        self.text = self._full[: len(self._full) - held]
+        return stop
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._params.skip_special_tokens)
+
+    def _find_stop(self, searched: int) -> str | None:
+        """The stop string that appears first, if one does in the text beyond `searched`; cuts the text before it."""
+        found: tuple[int, str] | None = None
+        for stop in self._params.stop:
+            at = self._full.find(stop, max(0, searched - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = at, stop
+        if found is None:
+            return None
+        self._full = self._full[: found[0]]
+        return found[1]
+
+    def _num_held_back(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        longest = 0
+        for stop in self._params.stop:
+            for n in range(min(len(stop) - 1, len(self._full)), longest, -1):
+                if self._full.endswith(stop[:n]):
+                    longest = n
+                    break
+        return longest

@@ -1,0 +1,142 @@
+"""One request from arrival to end: its tokens, how far they are computed, and which state it is in.
+
+There is no "prefill" or "decode" state (rule S1): a request has `num_computed_tokens`, and wants to catch up with
+`num_tokens_with_spec`. The states only say which queue it is in and why. TRANSITIONS below is the whole truth about
+them; changing `status` against it raises.
+
+A request knows nothing about tensors or about text. Lesson 00 follows one from end to end.
+"""
+
+import enum
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanopd.config import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. Those from FINISHED_STOPPED on are final."""
+
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting for remote KVs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in FINISHED
+
+
+_S = RequestStatus
+FINISHED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+_CUT_SHORT = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
+    _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted, or given up: compute it here
+    _S.RUNNING: frozenset({_S.PREEMPTED}) | FINISHED,
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
+    **{status: frozenset() for status in FINISHED},
+}
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times are seconds of `time.monotonic()`; None as long as the thing has not happened."""
+
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache or a connector saved, at the first scheduling
+    num_preemptions: int = 0
+
+    def as_dict(self, num_output_tokens: int) -> dict[str, float | int | None]:
+        """What users read: seconds of queueing, to the first token, between tokens; and the two counts."""
+
+        def since(start: float | None, end: float | None) -> float | None:
+            return None if start is None or end is None else round(end - start, 6)
+
+        decoding = since(self.first_token_time, self.last_token_time)
+        return {
+            "queue_time": since(self.arrival_time, self.first_scheduled_time),
+            "time_to_first_token": since(self.arrival_time, self.first_token_time),
+            "inter_token_latency": decoding / (num_output_tokens - 1) if decoding and num_output_tokens > 1 else None,
+            "e2e_latency": since(self.arrival_time, self.last_token_time),
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
+        }
+
+
+class Request:
+    """What the scheduler keeps about one request.
+
+    Args:
+        request_id: unique among the unfinished requests of an engine.
+        prompt_token_ids: at least one token.
+        sampling_params: `seed` is set by whoever makes the request, so that a preemption changes no token.
+        eos_token_ids: tokens that end the output unless `ignore_eos`.
+        cache_salt: only requests with the same salt share cached blocks (rule K2).
+        kv_transfer_params: for the connector; the scheduler does not look inside.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.eos_token_ids = frozenset(() if sampling_params.ignore_eos else eos_token_ids)
+        self.stop_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        self.cache_salt = cache_salt
+        self.kv_transfer_params = kv_transfer_params
+        self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
+        self.num_prompt_tokens = len(self.token_ids)
+        self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
+        self.num_computed_tokens = 0
+        self.num_external_tokens = 0  # of those, how many a connector brings or brought
+        self.ask_connector = True  # False after a load failed or was given up: then computed here (rule S10)
+        self.metrics = RequestMetrics()
+        self.stop_reason: int | str | None = None  # the token or the text that stopped it, or what went wrong
+        self._status = RequestStatus.WAITING
+
+    @property
+    def status(self) -> RequestStatus:
+        return self._status
+
+    @status.setter
+    def status(self, new: RequestStatus) -> None:
+        if new not in TRANSITIONS[self._status]:
+            raise RuntimeError(
+                f"request {self.request_id}: {self._status.name} -> {new.name} is not a legal transition"
+            )
+        self._status = new
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + output."""
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Prompt + output + draft tokens: what `num_computed_tokens` has to catch up with (rule S1)."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self._status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

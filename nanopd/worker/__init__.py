@@ -1,0 +1,1 @@
+"""The part that computes: KV memory, attention, the model runner, the sampler."""

@@ -1,0 +1,96 @@
+"""The bytes of the KV cache: one allocation, seen through one of three layouts.
+
+    kv_first      (layer, 2, block, slot, head, dim)    a layer's keys, then its values: what a kernel likes to read
+    blocks_first  (layer, block, 2, slot, head, dim)    keys and values of a block side by side
+    cross_layer   (block, layer, 2, slot, head, dim)    a block of all layers in one run: what a transfer likes to send
+
+Whoever reads or writes the cache gets a view (block, slot, head, dim) of one layer's keys or values, and goes by its
+strides; so only this file knows which layout is in use. Rule K1; lesson 02.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from nanopd.config import EngineConfig, KVLayout, UserError, parse_bytes
+from nanopd.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+# For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
+_AS_LAYER_KV_BLOCK: dict[KVLayout, tuple[int, ...]] = {
+    "kv_first": (0, 1, 2, 3, 4, 5),
+    "blocks_first": (0, 2, 1, 3, 4, 5),
+    "cross_layer": (1, 2, 0, 3, 4, 5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """All K and V of an engine.
+
+    `memory` is the one allocation, its six dimensions in the order of the layout. `layers[i]` is (keys, values) of layer
+    i, each a view (num_blocks, block_size, num_kv_heads, head_dim) of that memory.
+    """
+
+    memory: Tensor
+    layers: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def allocate(
+        cls, model: ModelConfig, num_blocks: int, block_size: int, layout: KVLayout, dtype: torch.dtype, device: str
+    ) -> "KVCache":
+        """Zeros: the operating system hands out the pages when they are first written, so an unused block costs nothing,
+        and no garbage can be a NaN."""
+        order = _AS_LAYER_KV_BLOCK[layout]
+        sizes = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        shape = [0] * 6
+        for size, dim in zip(sizes, order):
+            shape[dim] = size
+        memory = torch.zeros(shape, dtype=dtype, device=device)
+        by_layer = memory.permute(order)
+        return cls(memory, [(by_layer[i, 0], by_layer[i, 1]) for i in range(model.num_layers)])
+
+
+def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers: keys and values."""
+    return model.num_layers * 2 * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def free_memory(device: str) -> int:
+    """Bytes that could be allocated now: of the GPU, or of the machine and the container we run in."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    try:  # inside a container (cgroup v2) its limit counts, not the machine's memory
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(free, 0)
+
+
+def plan_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str) -> int:
+    """How many blocks the pool gets: what the user said, or what fits into the memory given, or into a share of what is
+    free (a quarter on a CPU, whose memory others need too; 90% of a GPU's). Raises UserError if not even one fits."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    free = free_memory(device)
+    if config.kv_cache_memory is not None:
+        budget = parse_bytes(config.kv_cache_memory)
+        if budget > free:
+            raise UserError(
+                f"--kv-cache-memory asks for {budget / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; ask for less."
+            )
+    else:
+        budget = int(free * (0.9 if device.startswith("cuda") else 0.25))
+    num_blocks = budget // bytes_per_block(model, config.block_size, dtype)
+    if num_blocks == 0:
+        raise UserError(
+            f"{budget / 2**20:.0f} MiB for the KV cache is less than one block; free memory or use smaller blocks."
+        )
+    return num_blocks
