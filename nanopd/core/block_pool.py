@@ -12,7 +12,7 @@ Rules K4-K7; lesson 03.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
@@ -22,8 +22,8 @@ class KVCacheBlock:
     block_id: int
     ref_cnt: int = 0
     block_hash: bytes | None = None
-    prev_free: "KVCacheBlock | None" = None
-    next_free: "KVCacheBlock | None" = None
+    prev_free: "KVCacheBlock | None" = field(default=None, repr=False)
+    next_free: "KVCacheBlock | None" = field(default=None, repr=False)
 
 
 class FreeBlockQueue:

@@ -1,0 +1,131 @@
+"""Drives the scheduler without a model: the tokens are made up, the transfers happen when the test says so."""
+
+import dataclasses
+from typing import Any
+
+from nanopd.config import SamplingParams
+from nanopd.connector.base import KVConnectorScheduler
+from nanopd.core.kv_cache import KVCacheManager
+from nanopd.core.output import EngineCoreOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from nanopd.core.scheduler import Scheduler
+from nanopd.request import Request
+
+
+class FakeConnector(KVConnectorScheduler):
+    """Has, elsewhere, `remote[request id]` tokens of a request; None: it does not know yet."""
+
+    def __init__(self) -> None:
+        self.remote: dict[str, int | None] = {}
+        self.load_async = True
+        self.delay_free: set[str] = set()
+        self.allocated: list[tuple[str, list[int], int]] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        known = self.remote.get(request.request_id, 0)
+        return (None, False) if known is None else (max(0, known - num_computed_tokens), self.load_async)
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        self.allocated.append((request.request_id, block_ids, num_external_tokens))
+        if num_external_tokens:
+            self.remote.pop(request.request_id, None)  # as in P/D: a remote prefill is loaded once
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        return dict(scheduler_output.num_scheduled_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return request.request_id in self.delay_free, None
+
+
+def make_scheduler(
+    num_blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, max_model_len: int = 1000, **options: Any
+) -> Scheduler:
+    return Scheduler(KVCacheManager(num_blocks, block_size, prefix_caching), max_model_len=max_model_len, **options)
+
+
+def make_request(
+    request_id: str, prompt: int | list[int] = 8, max_tokens: int = 4, cache_salt: str | None = None, **params: Any
+) -> Request:
+    """`prompt`: token ids, or how many; then they are the request's own and shared with nobody."""
+    if isinstance(prompt, int):
+        start = 1000 * (1 + sum(request_id.encode()))
+        prompt = list(range(start, start + prompt))
+    return Request(request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=0, **params), [2], cache_salt)
+
+
+@dataclasses.dataclass
+class Driver:
+    """Runs steps and keeps what the worker would keep, to hold it against what the scheduler believes."""
+
+    scheduler: Scheduler
+    tables: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    computed: dict[str, int] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    transfers: KVConnectorOutput | None = None  # reported with the next step
+    next_token: int = 10
+
+    def schedule(self) -> SchedulerOutput:
+        """One plan, checked against the rules that hold for every plan."""
+        scheduler = self.scheduler
+        output = scheduler.schedule()
+        total = sum(output.num_scheduled_tokens.values())
+        assert total == output.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+        assert all(n > 0 for n in output.num_scheduled_tokens.values())
+        assert len(output.num_scheduled_tokens) <= scheduler.max_num_seqs
+        if threshold := scheduler.long_prefill_token_threshold:
+            assert max(output.num_scheduled_tokens.values(), default=0) <= threshold
+        assert not output.preempted_req_ids & output.num_scheduled_tokens.keys()
+        for gone in output.finished_req_ids | output.preempted_req_ids:
+            self.tables.pop(gone, None)
+            self.computed.pop(gone, None)
+        for new in output.scheduled_new_reqs:
+            assert new.request_id not in self.tables, "whole data for a request the worker knows"
+            self.tables[new.request_id] = list(new.block_ids)
+            self.computed[new.request_id] = new.num_computed_tokens
+        for known in output.scheduled_cached_reqs:
+            self.tables[known.request_id] += known.new_block_ids
+            assert self.computed[known.request_id] == known.num_computed_tokens
+        writers: dict[int, str] = {}
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            request = scheduler.requests[request_id]
+            table = self.tables[request_id]
+            assert table == scheduler.kv.get_block_ids(request_id), "the worker's table differs from the scheduler's"
+            start, end = self.computed[request_id], self.computed[request_id] + num_new
+            assert request.num_computed_tokens == end <= request.num_tokens
+            block_size = scheduler.kv.block_size
+            assert end <= len(table) * block_size, "a token without a slot"
+            for index in range(start // block_size, -(-end // block_size)):
+                # Two requests may write the same block only if it is the same full block, recomputed at its end.
+                other = writers.setdefault(table[index], request_id)
+                assert other == request_id or request.block_hashes[index : index + 1], "two requests write one block"
+            self.computed[request_id] = end
+        return output
+
+    def step(self, tokens: dict[str, int] | None = None) -> SchedulerOutput:
+        """A whole step. `tokens` says what is sampled for whom; others get fresh ones."""
+        output = self.schedule()
+        sampled = {}
+        for request_id in output.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            if request.num_computed_tokens == request.num_tokens:
+                self.next_token += 1
+                sampled[request_id] = (tokens or {}).get(request_id, self.next_token)
+        news = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled, {}, self.transfers))
+        self.transfers = None
+        self.take(news)
+        self.scheduler.check_invariants()
+        return output
+
+    def take(self, news: list[EngineCoreOutput]) -> None:
+        for item in news:
+            self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
+            if item.finish_reason:
+                self.reasons[item.request_id] = item.finish_reason
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Until nothing is unfinished; returns how many steps it took."""
+        for steps in range(max_steps):
+            if not self.scheduler.has_unfinished_requests():
+                return steps
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler!r}")

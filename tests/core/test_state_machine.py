@@ -1,0 +1,148 @@
+"""Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail or are slow, pools that are too small.
+
+After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
+that arrived has ended and every block is free.
+"""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from nanopd.config import UserError
+from nanopd.core.output import KVConnectorOutput
+from tests.core.drive import Driver, FakeConnector, make_request, make_scheduler
+
+VOCABULARY = 3  # few different tokens, so that prefixes meet
+EOS = 2
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """What can happen to a scheduler, in any order."""
+
+    @initialize(
+        num_blocks=st.integers(2, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        prefix_caching=st.booleans(),
+        budget=st.integers(1, 24),
+        threshold=st.sampled_from([0, 1, 3, 7]),
+        max_num_seqs=st.integers(1, 6),
+        policy=st.sampled_from(["recompute", "fail"]),
+        load_async=st.booleans(),
+    )
+    def begin(self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async):
+        self.connector = FakeConnector()
+        self.connector.load_async = load_async
+        self.scheduler = make_scheduler(
+            num_blocks,
+            block_size,
+            prefix_caching,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=threshold,
+            max_num_seqs=max_num_seqs,
+            connector=self.connector,
+            kv_load_failure_policy=policy,
+        )
+        self.driver = Driver(self.scheduler)
+        self.count = 0
+        self.arrived: set[str] = set()
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCABULARY - 1), max_size=30),
+        max_tokens=st.integers(1, 12),
+        remote=st.one_of(st.none(), st.just(0), st.integers(0, 30)),
+        send=st.booleans(),
+        salt=st.sampled_from([None, None, "tenant"]),
+    )
+    def arrive(self, prompt, max_tokens, remote, send, salt):
+        request = make_request(f"r{self.count}", prompt, max_tokens, salt)
+        self.count += 1
+        self.connector.remote[request.request_id] = None if remote is None else min(remote, len(prompt))
+        if send:
+            self.connector.delay_free.add(request.request_id)
+        try:
+            self.scheduler.add_request(request)
+            self.arrived.add(request.request_id)
+        except UserError:
+            assert not 0 < len(prompt) < self.scheduler.max_model_len
+
+    @rule(n=st.integers(1, 5), seed=st.integers(0, 2**16))
+    def step(self, n, seed):
+        rng = random.Random(seed)
+        for _ in range(n):
+            self.driver.step({request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests})
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.scheduler.requests)
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        self.scheduler.finish_requests([request_id])
+        self.aborted.add(request_id)
+
+    @rule()
+    @precondition(lambda self: any(known is None for known in self.connector.remote.values()))
+    def answer_lookups(self):
+        for request_id, known in self.connector.remote.items():
+            if known is None:
+                self.connector.remote[request_id] = 0
+
+    @rule(fail=st.booleans(), data=st.data())
+    @precondition(lambda self: self.scheduler.loading or self.scheduler.reclaiming)
+    def transfer_ends(self, fail, data):
+        in_flight = sorted(self.scheduler.loading | self.scheduler.reclaiming.keys())
+        ended = set(data.draw(st.lists(st.sampled_from(in_flight), min_size=1, unique=True)))
+        sending = {i for i in ended if i not in self.scheduler.loading}
+        loading = ended - sending
+        self.driver.transfers = KVConnectorOutput(sending, set() if fail else loading, loading if fail else set())
+        self.step(1, 0)
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+
+    def teardown(self):
+        """Nothing more arrives, everything in flight ends: then all requests end and all blocks come back."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.answer_lookups_for_good()
+        for _ in range(5000):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            loading = set(self.scheduler.loading)
+            self.driver.transfers = KVConnectorOutput(self.scheduler.reclaiming.keys() - loading, loading, set())
+            self.step(1, 1)
+            self.answer_lookups_for_good()
+        assert not self.scheduler.has_unfinished_requests(), self.scheduler
+        assert self.scheduler.kv.pool.num_free_blocks == len(self.scheduler.kv.pool.blocks)
+        assert self.driver.reasons.keys() | self.aborted == self.arrived, "a request vanished without a word"
+
+    def answer_lookups_for_good(self):
+        for request_id in self.connector.remote:
+            self.connector.remote[request_id] = 0
+
+
+def run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )
+
+
+def test_random_lives():
+    run(examples=150, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_lives_for_100_000_steps():
+    run(examples=2500, steps=100)

@@ -1,0 +1,121 @@
+"""The decoder against transformers: every architecture and every RoPE, in float32, logit by logit."""
+
+import json
+
+import pytest
+import torch
+
+from nanopd.models.config import ModelConfig
+from nanopd.models.loader import load_config, load_model
+from tests.models.conftest import assert_same_logits, logits_of, make_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one head group, wide heads": ("Llama", {"num_key_value_heads": 1, "head_dim": 32}),
+    "llama, no groups": ("Llama", {"num_key_value_heads": 4}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama llama3 tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral windowed": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
+    "mistral yarn": ("Mistral", {"sliding_window": 7, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2 window switched off": ("Qwen2", {"sliding_window": 5, "max_window_layers": 1}),
+    "qwen2 yarn, not truncated": ("Qwen2", {"rope_parameters": YARN | {"truncate": False}}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3 windowed": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3 yarn": (
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}},
+    ),
+    "qwen3 linear": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, tmp_path, ids):
+    kind, options = MODELS[name]
+    theirs = make_model(kind, **options)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "float32", "cpu", max_model_len=64)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert_same_logits(logits_of(ours, ids), expected)
+
+
+def test_bfloat16_is_close_and_auto_takes_the_dtype_of_the_checkpoint(tmp_path, ids):
+    theirs = make_model("Qwen3", head_dim=16).bfloat16()
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "auto", "cpu", max_model_len=64)
+    assert {p.dtype for p in ours.parameters()} == {ours.cos.dtype} == {torch.bfloat16}
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].float()
+    assert (logits_of(ours, ids) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_the_way_tokens_are_ordered_in_the_flat_batch_does_not_matter(tmp_path, ids):
+    make_model("Llama").save_pretrained(tmp_path)
+    model = load_model(tmp_path, "float32", "cpu", max_model_len=64)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(len(ids))
+
+    def attend(layer, query, key, value):  # the causal mask follows from positions, not from the order
+        seen = positions[order][:, None] >= positions[order][None]
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+
+    hidden = model(torch.tensor(ids)[order], positions[order], attend)
+    assert_same_logits(model.compute_logits(hidden), logits_of(model, ids)[order])
+
+
+def test_tied_weights_are_one_parameter(tmp_path):
+    make_model("Llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = load_model(tmp_path, "float32", "cpu", max_model_len=64)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("rope", [None, LLAMA3, YARN | {"attention_factor": 1.1}])
+def test_old_and_new_spellings_of_config_mean_the_same(rope, tmp_path):
+    make_model("Qwen2", rope_parameters=rope, tie_word_embeddings=True).save_pretrained(tmp_path)
+    new = load_config(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    scaling = raw.pop("rope_parameters")
+    raw["rope_theta"] = scaling.pop("rope_theta")
+    raw["rope_scaling"] = None if rope is None else {"type": scaling.pop("rope_type")} | scaling
+    raw["torch_dtype"] = raw.pop("dtype")
+    del raw["layer_types"]
+    file.write_text(json.dumps(raw))
+    assert load_config(tmp_path) == new
+
+
+def test_ids_that_end_a_text_come_from_both_files_once_each():
+    raw = make_model("Llama").config.to_dict() | {"eos_token_id": 2}
+    assert ModelConfig.from_hf(raw, {"eos_token_id": [5, 2, 7]}).eos_token_ids == (2, 5, 7)
+    assert ModelConfig.from_hf(raw | {"eos_token_id": None}).eos_token_ids == ()
