@@ -168,7 +168,8 @@ class KVCacheManager:
         """
         pool = self.pool
         held = [0] * len(pool.blocks)
-        for table in self.tables.values():
+        for request_id, table in self.tables.items():
+            assert len({block.block_id for block in table}) == len(table), f"{request_id} holds a block twice: {table}"
             for block in table:
                 held[block.block_id] += 1
         for block in pool.blocks:

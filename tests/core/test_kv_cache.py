@@ -60,7 +60,11 @@ def test_k4_new_blocks_are_never_the_hits_of_the_same_allocation():
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     driver = Driver(scheduler)
     scheduler.add_request(make_request("a", list(range(12)), max_tokens=1))
-    driver.run()  # frees 3 blocks; the first of the chain is the last in the queue, block 3 is the first
+    driver.run()
+    scheduler.add_request(make_request("x", 7, max_tokens=1))
+    driver.run()
+    free = [block.block_id for block in scheduler.kv.pool.free_queue.in_order()]
+    assert free == [1, 0, 2, 3], "the blocks of a's prefix are the next to be reused"
     b = make_request("b", [*range(8), 90, 91, 92, 93, 94], max_tokens=1)  # hits two blocks, needs two more: exactly all
     scheduler.add_request(b)
     driver.step()

@@ -155,6 +155,19 @@ def test_s5_blocks_now_tokens_later():
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "not there yet: skipped again"
 
 
+def test_k8_what_came_is_registered_even_if_its_request_cannot_go_on_yet():
+    driver, _, request = remote(4, prompt=8, num_blocks=3)
+    driver.step()
+    driver.scheduler.add_request(make_request("other", 8, max_tokens=1))
+    driver.transfers = KVConnectorOutput(finished_recving={"r"})
+    driver.schedule()  # "other" takes the last two blocks
+    driver.scheduler.finished_recving_kv_req_ids.add("r")
+    driver.scheduler.loading.remove("r")
+    driver.schedule()
+    assert request.status is RequestStatus.WAITING
+    assert request.block_hashes[0] in driver.scheduler.kv.pool.cached_block_hash_to_block
+
+
 def test_k8_a_loading_block_cannot_be_hit_before_its_data_is_there():
     driver, _, request = remote(10)
     driver.step()
@@ -235,6 +248,18 @@ def test_s6_the_skipped_keep_their_order():
     for _ in range(3):
         driver.step()
         assert [r.request_id for r in driver.scheduler.skipped_waiting] == ["a", "b", "c"]
+
+
+def test_s6_those_passed_over_stay_ahead_of_those_not_reached():
+    connector = FakeConnector()
+    connector.remote = {"a": None, "big": None}
+    driver = start(make_request("a", 4), make_request("big", 12), connector=connector, num_blocks=4)
+    driver.step()
+    driver.scheduler.add_request(make_request("other", 8))
+    driver.step()
+    connector.remote["big"] = 0  # known now, but it does not fit: the loop ends there, and a was passed over
+    driver.step()
+    assert [r.request_id for r in driver.scheduler.skipped_waiting] == ["a", "big"]
 
 
 # ------------------------------------------------------------------ S7, S8: the output
