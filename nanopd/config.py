@@ -48,7 +48,9 @@ class EngineConfig:
     """
 
     model: str | None = _opt(None, "Hugging Face directory or hub id, or a .gguf file; without it the default model.")
-    dtype: str = _opt("auto", "auto (what the checkpoint says), float32, bfloat16 or float16.")
+    dtype: str = _opt(
+        "auto", "auto (what the checkpoint says; float32 on a CPU that has no bfloat16), float32, bfloat16 or float16."
+    )
     block_size: int = _opt(16, "Tokens in one KV cache block.")
     num_blocks: int | None = _opt(None, "KV cache blocks; without it as many as the memory allows.")
     kv_cache_memory: str | None = _opt(

@@ -51,8 +51,11 @@ class EngineCore:
                 f"--max-model-len is {max_model_len}, and the model knows {model.max_position_embeddings} positions; "
                 "ask for at most as many."
             )
-        self.model = load_model(self.model_path, config.dtype, self.device, max_model_len)
-        dtype = self.model.embed_tokens.weight.dtype
+        dtype_name = config.dtype
+        if dtype_name == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
+        self.model = load_model(self.model_path, dtype_name, self.device, max_model_len)
+        dtype = self.dtype = self.model.embed_tokens.weight.dtype
 
         num_blocks = plan_num_blocks(config, model, dtype, self.device)
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, config.kv_layout, dtype, self.device)

@@ -8,7 +8,7 @@ Whoever reads or writes the cache gets a view (block, slot, head, dim) of one la
 strides; so only this file knows which layout is in use. Rule K1; lesson 02.
 """
 
-import logging
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from nanopd.config import EngineConfig, KVLayout, UserError, parse_bytes
 from nanopd.models.config import ModelConfig
-
-logger = logging.getLogger(__name__)
 
 # For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
 _AS_LAYER_KV_BLOCK: dict[KVLayout, tuple[int, ...]] = {
@@ -44,14 +42,18 @@ class KVCache:
     def allocate(
         cls, model: ModelConfig, num_blocks: int, block_size: int, layout: KVLayout, dtype: torch.dtype, device: str
     ) -> "KVCache":
-        """Zeros: the operating system hands out the pages when they are first written, so an unused block costs nothing,
-        and no garbage can be a NaN."""
+        """All zeros, so that no garbage can be a NaN. On a CPU the operating system hands out a page when it is first
+        written, so a block that was never used costs nothing."""
         order = _AS_LAYER_KV_BLOCK[layout]
         sizes = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         shape = [0] * 6
         for size, dim in zip(sizes, order):
             shape[dim] = size
-        memory = torch.zeros(shape, dtype=dtype, device=device)
+        if device == "cpu":
+            num_bytes = num_blocks * bytes_per_block(model, block_size, dtype)
+            memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+        else:
+            memory = torch.zeros(shape, dtype=dtype, device=device)
         by_layer = memory.permute(order)
         return cls(memory, [(by_layer[i, 0], by_layer[i, 1]) for i in range(model.num_layers)])
 

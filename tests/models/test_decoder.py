@@ -31,12 +31,18 @@ MODELS = {
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral windowed": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
-    "mistral yarn": ("Mistral", {"sliding_window": 7, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "mistral yarn": (
+        "Mistral",
+        {"sliding_window": 7, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2 window switched off": ("Qwen2", {"sliding_window": 5, "max_window_layers": 1}),
-    "qwen2 yarn, not truncated": ("Qwen2", {"rope_parameters": YARN | {"truncate": False}}),
+    "qwen2 yarn, not truncated": (
+        "Qwen2",
+        {"rope_parameters": YARN | {"truncate": False, "original_max_position_embeddings": 48}},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -53,7 +59,10 @@ MODELS = {
         "Qwen3",
         {"head_dim": 16, "rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}},
     ),
-    "qwen3 linear": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen3 linear": (
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
 }
 
 
@@ -87,7 +96,9 @@ def test_the_way_tokens_are_ordered_in_the_flat_batch_does_not_matter(tmp_path, 
     def attend(layer, query, key, value):  # the causal mask follows from positions, not from the order
         seen = positions[order][:, None] >= positions[order][None]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(
+            0, 1
+        )
 
     hidden = model(torch.tensor(ids)[order], positions[order], attend)
     assert_same_logits(model.compute_logits(hidden), logits_of(model, ids)[order])
@@ -102,7 +113,7 @@ def test_tied_weights_are_one_parameter(tmp_path):
 
 @pytest.mark.parametrize("rope", [None, LLAMA3, YARN | {"attention_factor": 1.1}])
 def test_old_and_new_spellings_of_config_mean_the_same(rope, tmp_path):
-    make_model("Qwen2", rope_parameters=rope, tie_word_embeddings=True).save_pretrained(tmp_path)
+    make_model("Qwen2", rope_parameters=rope, tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
     new = load_config(tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
@@ -113,6 +124,14 @@ def test_old_and_new_spellings_of_config_mean_the_same(rope, tmp_path):
     del raw["layer_types"]
     file.write_text(json.dumps(raw))
     assert load_config(tmp_path) == new
+    assert new.dtype == "bfloat16"
+
+
+def test_a_window_that_is_switched_off_is_none():
+    """Published Qwen2 configs name a window and say `use_sliding_window: false`."""
+    raw = make_model("Qwen2").config.to_dict() | {"sliding_window": 5, "max_window_layers": 1, "layer_types": None}
+    assert ModelConfig.from_hf(raw | {"use_sliding_window": False}).sliding_window == (None, None, None)
+    assert ModelConfig.from_hf(raw | {"use_sliding_window": True}).sliding_window == (None, 5, 5)
 
 
 def test_ids_that_end_a_text_come_from_both_files_once_each():

@@ -57,7 +57,10 @@ def test_what_a_checkpoint_may_hold_besides(copy, ids):
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 CONFIG = {
-    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported.*Llama.*Qwen3"),
+    "unknown architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        "'MambaForCausalLM' is not supported.*Llama.*Qwen3",
+    ),
     "unknown model type": ({"architectures": ..., "model_type": "gpt2"}, "'Gpt2ForCausalLM' is not supported"),
     "not a language model": ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported; supported"),
     "unknown rope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "RoPE type 'longrope'.*llama3, yarn"),
@@ -105,7 +108,10 @@ FILES = {
     "config cut short": (lambda p: cut(p / "config.json", 40), "config.json is not valid JSON"),
     "config not UTF-8": (lambda p: (p / "config.json").write_bytes(b'{"a": "\xff"}'), "config.json is not valid JSON"),
     "config a list": (lambda p: (p / "config.json").write_text("[]"), "must hold a JSON object"),
-    "generation config broken": (lambda p: (p / "generation_config.json").write_text("{"), "generation_config.json is not"),
+    "generation config broken": (
+        lambda p: (p / "generation_config.json").write_text("{"),
+        "generation_config.json is not",
+    ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), r"no \.safetensors files\.$"),
     "only pickled": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "only pickled weights"),
     "header cut short": (lambda p: cut(p / "model.safetensors", 100), "model.safetensors is missing, cut short"),

@@ -1,0 +1,254 @@
+"""Many requests from a file: read lazily, answered as they finish, safe to interrupt and to resume.
+
+One input line is one request; what is wrong with a line is said with its number, and the others go on. An answer is
+written and flushed the moment its request has finished, so Ctrl-C (or a power cut) loses only what was still running.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from nanopd.config import EngineConfig, SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from nanopd.engine.llm import LLM, RequestOutput
+
+_SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)}
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+
+
+@dataclasses.dataclass(slots=True)
+class Line:
+    """One request of the input; `error` says why it cannot be one."""
+
+    number: int
+    id: str
+    fields: dict[str, Any]
+    error: str | None = None
+
+
+def read_lines(file: IO[bytes]) -> Iterator[Line]:
+    """The non-empty lines of a JSONL file. A line without an id gets its number as one."""
+    seen: set[str] = set()
+    for number, raw in enumerate(file, 1):
+        if not raw.strip():
+            continue
+        line = Line(number, str(number), {})
+        try:
+            fields = msgspec.json.decode(raw)
+            if not isinstance(fields, dict):
+                raise UserError("a line must hold a JSON object")
+            line.id = str(fields.pop("id", number))
+            if sum(name in fields for name in _PROMPTS) != 1:
+                raise UserError(f"a line needs one of {', '.join(_PROMPTS)}")
+            if unknown := sorted(fields.keys() - _SAMPLING - {*_PROMPTS, "cache_salt"}):
+                raise UserError(
+                    f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(sorted(_SAMPLING))}"
+                )
+            if line.id in seen:
+                raise UserError(f"id {line.id!r} appeared before; ids must differ")
+            line.fields = fields
+        except (msgspec.DecodeError, UserError) as error:
+            line.error = str(error)
+        seen.add(line.id)
+        yield line
+
+
+def as_row(output: "RequestOutput") -> dict[str, Any]:
+    """A finished request as `--json` and `--output` show it. With n > 1, `outputs` holds the others too."""
+    first, *others = [dataclasses.asdict(completion) for completion in output.outputs]
+    row = {
+        "id": output.request_id,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": first["token_ids"],
+        "text": first["text"],
+        "finish_reason": first["finish_reason"],
+        "stop_reason": first["stop_reason"],
+        "metrics": output.metrics.as_dict(len(first["token_ids"])),
+    }
+    if first["logprobs"] is not None:
+        row["logprobs"] = first["logprobs"]
+    return row | ({"outputs": [first, *others]} if others else {})
+
+
+def run_prompts(llm: "LLM", sampling: SamplingParams, texts: list[str], as_json: bool) -> int:
+    """Several prompts from the command line. Returns the exit code."""
+    lines = (Line(i, str(i), {"prompt": text}) for i, text in enumerate(texts))
+
+    def show(row: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps(row), flush=True)
+        elif "error" not in row:
+            for i, text in enumerate([c["text"] for c in row.get("outputs", [row])]):
+                print(f"--- {row['id']}{f'.{i}' if i else ''}: {texts[int(row['id'])]!r}\n{text}", flush=True)
+
+    return _run(llm, sampling, lines, show, len(texts))
+
+
+def run_file(
+    load: Callable[[EngineConfig], "LLM"],
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    input: Path,
+    output: Path | None,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    """Requests from a file (`-`: stdin) to a file (None: stdout). Returns the exit code."""
+    with contextlib.ExitStack() as stack:
+        try:
+            source = sys.stdin.buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
+        except OSError as error:
+            raise UserError(f"--input {input}: {error.strerror}.") from None
+        total = None if str(input) == "-" else sum(1 for line in source if line.strip())
+        if total is not None:
+            source.seek(0)
+        done: set[str] = set()
+        sink: IO[str] = sys.stdout
+        if output is not None:
+            if resume:
+                done = _keep_finished(output)
+            elif output.exists() and output.stat().st_size:
+                raise UserError(f"--output {output} exists; add --resume to go on with it, or choose another name.")
+            try:
+                sink = stack.enter_context(output.open("a", encoding="utf-8"))
+            except OSError as error:
+                raise UserError(f"--output {output}: {error.strerror}.") from None
+
+        def write(row: dict[str, Any]) -> None:
+            text = json.dumps(row)
+            print(text, file=sink, flush=True)
+            if as_json and output is not None:
+                print(text, flush=True)
+
+        lines = (line for line in read_lines(source) if line.id not in done)
+        return _run(load(engine), sampling, lines, write, None if total is None else total - len(done))
+
+
+def _keep_finished(output: Path) -> set[str]:
+    """Ids already answered. Rows with an error and a last line cut short are dropped, to be tried again."""
+    if not output.exists():
+        return set()
+    kept: dict[str, bytes] = {}
+    for raw in output.read_bytes().splitlines():
+        try:
+            row = msgspec.json.decode(raw)
+            if isinstance(row, dict) and "error" not in row and row.get("finish_reason"):
+                kept[str(row["id"])] = raw
+        except (msgspec.DecodeError, KeyError):
+            continue
+    temporary = output.with_name(output.name + ".tmp")
+    temporary.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
+    os.replace(temporary, output)
+    return set(kept)
+
+
+def _run(
+    llm: "LLM",
+    sampling: SamplingParams,
+    lines: Iterator[Line],
+    write: Callable[[dict[str, Any]], None],
+    total: int | None,
+) -> int:
+    """Keeps the engine fed until the lines run out. Returns 1 if a request failed, 130 if interrupted, else 0."""
+    ahead = 2 * llm.config.max_num_seqs  # enough that the scheduler never waits for us; not the whole file in memory
+    finished = failed = unfinished = 0
+    more = True
+    with _Progress(llm, total) as progress, _stop_on_signal() as interrupted:
+        while (more or unfinished) and not interrupted():
+            while more and unfinished < ahead:
+                line = next(lines, None)
+                if line is None:
+                    more = False
+                    break
+                try:
+                    if line.error:
+                        raise UserError(line.error)
+                    _add(llm, sampling, line)
+                    unfinished += 1
+                except UserError as error:
+                    failed += 1
+                    progress.note(f"line {line.number}: {error}")
+                    write({"id": line.id, "line": line.number, "error": str(error)})
+            for output in llm.step() if unfinished else ():
+                if output.finished:
+                    unfinished -= 1
+                    finished += 1
+                    write(as_row(output))
+            progress.update(finished, failed)
+        if interrupted():
+            progress.note("Interrupted. What has finished is written; with --output, --resume goes on from there.")
+            return 130
+    return 1 if failed else 0
+
+
+def _add(llm: "LLM", sampling: SamplingParams, line: Line) -> None:
+    own = {name: value for name, value in line.fields.items() if name in _SAMPLING}
+    try:
+        params = dataclasses.replace(sampling, **own)
+    except TypeError as error:
+        raise UserError(str(error)) from None
+    prompt = {name: value for name, value in line.fields.items() if name not in _SAMPLING}
+    if "messages" in prompt:
+        prompt["prompt_token_ids"] = llm.tokenizer.apply_chat_template(prompt.pop("messages"))
+    llm.add_request(prompt, params, request_id=line.id)
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C ends the run between two steps, so that no answer is half written. A second one ends at once."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Progress:
+    """A line at the bottom of the terminal, on stderr; nothing when stderr is not a terminal."""
+
+    def __init__(self, llm: "LLM", total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("starting", total=total)
+        self._llm, self._start = llm, time.monotonic()
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, finished: int, failed: int) -> None:
+        stats = self._llm.stats()
+        rate = stats.num_scheduled_tokens / max(time.monotonic() - self._start, 1e-6)
+        text = (
+            f"{rate:.0f} tokens/s · {stats.num_running} running, {stats.num_waiting} waiting · "
+            f"KV {stats.kv_cache_usage:.0%}" + (f" · {failed} failed" if failed else "")
+        )
+        self._bar.update(self._task, description=text, completed=finished + failed)

@@ -1,0 +1,257 @@
+"""The command line. Engine and sampling options are made from the fields of EngineConfig and SamplingParams, so they have
+the same names and the same help in every command.
+
+Exit codes: 0 done, 1 some requests failed, 2 the user's mistake, 3 ours, 130 interrupted. With `--json`, standard output
+holds one JSON object a line and nothing else; what is for people goes to standard error.
+
+Nothing heavy is imported before a command needs it: `nanopd --help` must answer at once.
+"""
+
+import dataclasses
+import inspect
+import logging
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanopd import __version__
+from nanopd.config import EngineConfig, SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from nanopd.engine.llm import LLM, RequestOutput
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure.")
+model_app = typer.Typer(no_args_is_help=True, help="List and fetch models.")
+app.add_typer(bench_app, name="bench")
+app.add_typer(model_app, name="model")
+
+# Options whose name on the command line is not the field's, or whose default there is another.
+_NAMES = {"enable_prefix_caching": "--prefix-caching/--no-prefix-caching", "stop_token_ids": "--stop-token-id"}
+_DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+
+
+def options_of(config: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command one option for each field of `config`, and calls it with a `config` made from them.
+
+    The command takes it as its parameter of that type. UserError from a value out of range passes through.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(command)
+        (name,) = [p.name for p in signature.parameters.values() if p.annotation is config]
+        fields = [f for f in dataclasses.fields(config) if f.name not in skip]
+        hints = typing.get_type_hints(config)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kwargs[name] = config(**{f.name: kwargs.pop(f.name) for f in fields})
+            return command(*args, **kwargs)
+
+        parameters = [p for p in signature.parameters.values() if p.name != name]
+        for f in fields:
+            kind: Any = hints[f.name]
+            if typing.get_origin(kind) is tuple:
+                kind = list.__class_getitem__(typing.get_args(kind)[:1])
+            elif typing.get_origin(kind) is typing.Literal:
+                kind = str
+            flag = _NAMES.get(f.name, "--" + f.name.replace("_", "-"))
+            option = typer.Option(flag, help=f.metadata["help"], rich_help_panel=config.__name__, show_default=True)
+            default = _DEFAULTS.get(f.name, list(f.default) if isinstance(f.default, tuple) else f.default)
+            annotation = Annotated[kind, option]
+            parameters.append(
+                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+engine_options = options_of(EngineConfig)
+sampling_options = options_of(SamplingParams, skip=("seed",))  # --seed is the engine's: requests draw theirs from it
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what the engine does at start.")] = False,
+) -> None:
+    """A small LLM inference engine to read, run and take apart."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if version:
+        print(f"nanopd {__version__}")
+        raise typer.Exit
+
+
+def _load(config: EngineConfig) -> "LLM":
+    from nanopd.engine.llm import LLM
+
+    return LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+
+
+# ---------------------------------------------------------------- generate
+
+
+@app.command()
+@engine_options
+@sampling_options
+def generate(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one is read from stdin.")] = None,
+    input: Annotated[Path | None, typer.Option(help="JSONL file of requests, - for stdin.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the answers go, as JSONL.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with an --output that was interrupted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a request.")] = False,
+) -> None:
+    """Complete prompts: from the command line, from stdin, or a file of requests.
+
+    A line of --input is {"prompt": text} or {"messages": [...]} or {"prompt_token_ids": [...]}, with "id" and any
+    sampling option if wanted.
+    """
+    from nanopd import batch
+
+    if input is not None and prompts:
+        raise UserError("Prompts and --input exclude each other; put the prompts into the file.")
+    if (output is not None or resume) and input is None:
+        raise UserError("--output and --resume go with --input.")
+    if input is not None:
+        raise typer.Exit(batch.run_file(_load, engine, sampling, input, output, resume, as_json))
+    texts = prompts or [sys.stdin.read()]
+    llm = _load(engine)
+    if len(texts) == 1 and not as_json and sampling.n == 1:
+        _stream(llm, llm.add_request(texts[0], sampling))
+        return
+    raise typer.Exit(batch.run_prompts(llm, sampling, texts, as_json))
+
+
+def _stream(llm: "LLM", output: "RequestOutput") -> str:
+    """Prints a completion as it comes. Ctrl-C ends it and leaves the engine usable."""
+    shown = 0
+    (completion,) = output.outputs
+    try:
+        while not output.finished:
+            llm.step()
+            print(completion.text[shown:], end="", flush=True)
+            shown = len(completion.text)
+    except BaseException:
+        llm.abort_requests([output.request_id])
+        raise
+    finally:
+        print(flush=True)
+    return completion.text
+
+
+@app.command()
+@engine_options
+@sampling_options
+def chat(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+) -> None:
+    """Talk to the model. /reset forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."""
+    llm = _load(engine)
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    tty = sys.stdin.isatty()
+    while True:
+        try:
+            text = input("> " if tty else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if text in ("/exit", "/quit"):
+            break
+        if text == "/reset":
+            messages = list(beginning)
+            print("(the conversation is forgotten)")
+        elif text:
+            messages.append({"role": "user", "content": text})
+            try:
+                prompt = {"prompt_token_ids": llm.tokenizer.apply_chat_template(messages)}
+                answer = _stream(llm, llm.add_request(prompt, sampling))
+                messages.append({"role": "assistant", "content": answer})
+            except KeyboardInterrupt:
+                messages.pop()
+            except UserError as error:
+                messages.pop()
+                print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- bench, model
+
+
+@bench_app.command("offline")
+@engine_options
+def bench_offline(
+    engine: EngineConfig,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
+    input_len: Annotated[str, typer.Option(help="Prompt tokens: a number or a range like 32-256.")] = "32-256",
+    output_len: Annotated[str, typer.Option(help="Tokens to generate: a number or a range.")] = "32-128",
+    shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Throughput and latencies of one batch of random prompts, all arriving at once."""
+    from nanopd import bench
+
+    bench.show(bench.offline(_load(engine), requests, input_len, output_len, shared_prefix), as_json)
+
+
+@bench_app.command("scheduler")
+def bench_scheduler(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Microseconds per scheduled request of the scheduler alone, by number running, number waiting and pool size."""
+    from nanopd import bench
+
+    for row in bench.scheduler():
+        bench.show(row, as_json)
+
+
+@model_app.command("list")
+def model_list(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a model.")] = False) -> None:
+    """Models in the cache."""
+    import json
+
+    from nanopd.models.default import list_models
+
+    for name, path in list_models():
+        print(json.dumps({"name": name, "path": str(path)}) if as_json else f"{name}  {path}")
+
+
+@model_app.command("fetch")
+def model_fetch() -> None:
+    """Get the default model into the cache, if it is not there yet."""
+    from nanopd.models.default import fetch_default_model
+
+    print(fetch_default_model())
+
+
+def main() -> None:
+    """Entry point: turns exceptions into messages and exit codes."""
+    try:
+        returned = app(standalone_mode=False)
+        code = returned if isinstance(returned, int) else 0
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        print("Interrupted.", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        code = 1
+    except Exception as error:
+        if hasattr(error, "show"):  # click's usage errors
+            error.show()
+            code = 2
+        else:
+            logging.getLogger("nanopd").exception("Internal error; please report it with the text below")
+            code = 3
+    sys.stdout.flush()
+    sys.exit(code)

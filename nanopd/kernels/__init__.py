@@ -1,0 +1,16 @@
+"""The three Triton kernels of the engine (DESIGN section 7, rules T1-T4), each with a plain PyTorch reference beside it.
+
+    slot_mapping.py      position of a token            -> its slot in the KV cache
+    kv_store.py          new keys and values            -> their slots
+    paged_attention.py   queries, the cache, its tables -> attention output (and the merge of partial outputs)
+    aot.py               what the compilers make of them, on a machine with no GPU
+
+With TRITON_INTERPRET=1 in the environment the kernels run in Python, on CPU tensors; without it they compile. Triton reads
+the variable while it is imported, for its own library too: set it before anything imports triton (best: before the process
+starts). One process is one or the other. Nothing in this package knows about requests, layers or models.
+"""
+
+import os
+
+# A multiply and an add may become one instruction (softmax: x * scale - max). Triton 3.9 warns unless that is said.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,0 +1,106 @@
+"""Text to token ids and back, and a chat to a prompt.
+
+A directory with a `tokenizer.json` is read by the `tokenizers` library alone: importing transformers takes longer than
+the first answer may. Ids are those of `transformers.AutoTokenizer`; where transformers would not use the file as it is
+(a class that rebuilds its tokenizer, no tokenizer.json, a .gguf file), it is asked after all.
+
+Chat templates are code from strangers: they run in jinja2's immutable sandbox and see messages and special tokens only.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from nanopd.config import UserError
+from nanopd.models.config import read_json
+
+# The `tokenizer_class`es for which transformers uses tokenizer.json as it stands.
+PLAIN_CLASSES = (None, "TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
+class Tokenizer:
+    """Made by `load_tokenizer`. `special_tokens` maps bos_token, eos_token, … to their texts."""
+
+    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], chat_template: str | None):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend, self._special_tokens, self._chat_template = backend, special_tokens, chat_template
+        self.vocab_size: int = backend.get_vocab_size()
+        eos = backend.token_to_id(special_tokens.get("eos_token", ""))
+        # The tokenizer's own; a model may have more: ModelConfig.eos_token_ids.
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Special tokens spelled out in it are recognised; `add_special_tokens` adds the model's BOS."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 (yet) come out as U+FFFD, ids without a token as nothing."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, id: int) -> str | None:
+        """The token as the vocabulary spells it, None for an id that has none."""
+        token: str | None = self._backend.id_to_token(id)
+        return token
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a chat. messages: {"role": …, "content": …} each. Raises UserError: no template, or it refuses."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        if self._chat_template is None:
+            raise UserError("This model has no chat template; give it a plain prompt, or use one trained to chat.")
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        # What templates written for transformers rely on: block trimming, a few helpers, JSON without HTML escapes.
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
+        # {% generation %} marks the assistant's words for training; here it becomes a statement that does nothing.
+        source = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set _ = 0 \2", self._chat_template)
+        names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        try:
+            text = env.from_string(source).render(self._special_tokens, tools=None, documents=None, **names)
+        except Exception as e:  # a template can fail like any program
+            raise UserError(f"The model's chat template refuses these messages: {e}.") from e
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory or a .gguf file. Raises UserError if there is none that can be read."""
+    try:
+        settings = read_json(path / "tokenizer_config.json", optional=True)
+        if not (path / "tokenizer.json").is_file() or settings.get("tokenizer_class") not in PLAIN_CLASSES:
+            return _ask_transformers(path)
+        backend = Backend.from_file(str(path / "tokenizer.json"))  # its post-processor alone decides about BOS
+        named = read_json(path / "special_tokens_map.json", optional=True) | settings
+        texts = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token")}
+        tokens = {k: v for k, v in texts.items() if isinstance(v, str)}
+        file = path / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return Tokenizer(backend, tokens, template)
+    except Exception as e:  # `tokenizers` raises bare Exception, transformers whatever comes
+        raise UserError(f"{path}: the tokenizer cannot be read ({e}).") from e
+
+
+def _ask_transformers(path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    where, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    theirs = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False, **options)
+    template = theirs.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    return Tokenizer(theirs.backend_tokenizer, {k: str(v) for k, v in theirs.special_tokens_map.items()}, template)
