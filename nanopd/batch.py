@@ -80,18 +80,18 @@ def as_row(output: "RequestOutput") -> dict[str, Any]:
     return row | ({"outputs": [first, *others]} if others else {})
 
 
-def run_prompts(llm: "LLM", sampling: SamplingParams, texts: list[str], as_json: bool) -> int:
+def run_prompts(llm: "LLM", sampling: SamplingParams, todo: list[dict[str, Any]], as_json: bool) -> int:
     """Several prompts from the command line. Returns the exit code."""
-    lines = (Line(i, str(i), {"prompt": text}) for i, text in enumerate(texts))
+    lines = (Line(i, str(i), fields) for i, fields in enumerate(todo))
 
     def show(row: dict[str, Any]) -> None:
         if as_json:
             print(json.dumps(row), flush=True)
         elif "error" not in row:
             for i, text in enumerate([c["text"] for c in row.get("outputs", [row])]):
-                print(f"--- {row['id']}{f'.{i}' if i else ''}: {texts[int(row['id'])]!r}\n{text}", flush=True)
+                print(f"--- {row['id']}{f'.{i}' if i else ''}\n{text}", flush=True)
 
-    return _run(llm, sampling, lines, show, len(texts))
+    return _run(llm, sampling, lines, show, len(todo))
 
 
 def run_file(
@@ -173,7 +173,7 @@ def _run(
                 try:
                     if line.error:
                         raise UserError(line.error)
-                    _add(llm, sampling, line)
+                    add(llm, sampling, line.fields, line.id)
                     unfinished += 1
                 except UserError as error:
                     failed += 1
@@ -191,16 +191,16 @@ def _run(
     return 1 if failed else 0
 
 
-def _add(llm: "LLM", sampling: SamplingParams, line: Line) -> None:
-    own = {name: value for name, value in line.fields.items() if name in _SAMPLING}
+def add(llm: "LLM", sampling: SamplingParams, fields: dict[str, Any], id: str | None = None) -> "RequestOutput":
+    """Queues one request: a prompt in one of three forms, and sampling fields that override `sampling`."""
     try:
-        params = dataclasses.replace(sampling, **own)
+        params = dataclasses.replace(sampling, **{k: v for k, v in fields.items() if k in _SAMPLING})
     except TypeError as error:
         raise UserError(str(error)) from None
-    prompt = {name: value for name, value in line.fields.items() if name not in _SAMPLING}
+    prompt = {k: v for k, v in fields.items() if k not in _SAMPLING}
     if "messages" in prompt:
         prompt["prompt_token_ids"] = llm.tokenizer.apply_chat_template(prompt.pop("messages"))
-    llm.add_request(prompt, params, request_id=line.id)
+    return llm.add_request(prompt, params, id)
 
 
 @contextlib.contextmanager

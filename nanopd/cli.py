@@ -107,7 +107,8 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one is read from stdin.")] = None,
     input: Annotated[Path | None, typer.Option(help="JSONL file of requests, - for stdin.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="Where the answers go, as JSONL.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with an --output that was interrupted.")] = False,
+    as_chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt into the model's chat template.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an --output that was interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a request.")] = False,
 ) -> None:
     """Complete prompts: from the command line, from stdin, or a file of requests.
@@ -125,10 +126,11 @@ def generate(
         raise typer.Exit(batch.run_file(_load, engine, sampling, input, output, resume, as_json))
     texts = prompts or [sys.stdin.read()]
     llm = _load(engine)
-    if len(texts) == 1 and not as_json and sampling.n == 1:
-        _stream(llm, llm.add_request(texts[0], sampling))
-        return
-    raise typer.Exit(batch.run_prompts(llm, sampling, texts, as_json))
+    todo = [{"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text} for text in texts]
+    if len(todo) == 1 and not as_json and sampling.n == 1:
+        _stream(llm, batch.add(llm, sampling, todo[0]))
+    else:
+        raise typer.Exit(batch.run_prompts(llm, sampling, todo, as_json))
 
 
 def _stream(llm: "LLM", output: "RequestOutput") -> str:

@@ -201,9 +201,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     top = tl.max(part_lse, 0)
     weight = tl.exp(part_lse - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight, 0)
+    total = tl.where(total > 0, total, 1.0)  # no part saw a key: 0 / 1 and -inf + log(1)
     used = (weight > 0)[:, None] & (dim < D)[None, :]  # a part that saw no key holds nothing
     values = tl.load(partial + part[:, None] * D + dim[None, :], mask=used, other=0.0)
-    merged = tl.sum(values * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    merged = tl.sum(values * weight[:, None], 0) / total
     tl.store(out + token * o_token + head * o_head + dim, merged.to(out.dtype.element_ty), mask=dim < D)
     if lse is not None:
         tl.store(lse + token * l_token + head * l_head, top + tl.log(total))

@@ -113,6 +113,7 @@ def test_no_prefix_caching_finds_nothing_and_hashes_nothing():
 
 def test_k10_finds_what_is_wrong():
     """The check itself can fail."""
+
     def fresh() -> KVCacheManager:
         scheduler = make_scheduler(num_blocks=8)
         scheduler.add_request(make_request("a", 9))

@@ -65,7 +65,7 @@ def fill(**options: object) -> tuple[Driver, list[Request]]:
 
 
 def test_s3_case_a_the_last_one_goes_until_it_fits():
-    driver, (a, b, c) = fill()
+    driver, (_a, _b, c) = fill()
     output = driver.step()
     # c's two blocks are enough for a and b to get one each.
     assert output.num_scheduled_tokens == {"a": 1, "b": 1}
@@ -192,7 +192,7 @@ def test_s5_when_every_token_came_the_last_is_computed_again():
 
 
 def test_s5_a_part_from_elsewhere_and_the_rest_here():
-    driver, _, request = remote(8, prompt=20)
+    driver, _, _request = remote(8, prompt=20)
     driver.step()
     driver.transfers = KVConnectorOutput(finished_recving={"r"})
     driver.step()
@@ -313,7 +313,9 @@ def test_s9_what_can_never_fit_is_refused_at_once(prompt: int):
 
 
 def test_s9_a_sequence_that_fills_the_cache_exactly_finishes():
-    driver = start(make_request("a", 15, max_tokens=100), make_request("b", 14, max_tokens=100), num_blocks=4, block_size=4)
+    driver = start(
+        make_request("a", 15, max_tokens=100), make_request("b", 14, max_tokens=100), num_blocks=4, block_size=4
+    )
     driver.run()
     assert {i: len(tokens) for i, tokens in driver.outputs.items()} == {"a": 1, "b": 2}
 
@@ -356,25 +358,25 @@ def test_s10_loaded_requests_that_hold_all_blocks_do_not_starve_the_head():
     does a: nobody can move. The last of them gives way."""
     connector = FakeConnector()
     requests = [make_request(i, 8, max_tokens=2) for i in "abc"]
-    connector.remote = {i: 4 for i in "abc"}
+    connector.remote = dict.fromkeys("abc", 4)
     driver = start(*requests, connector=connector, num_blocks=3)
     driver.step()
     assert driver.scheduler.kv.pool.num_free_blocks == 0
     driver.transfers = KVConnectorOutput(finished_recving=set("abc"))
     driver.run(100)
-    assert driver.reasons == {i: "length" for i in "abc"}
+    assert driver.reasons == dict.fromkeys("abc", "length")
 
 
 def test_s10_a_failed_head_in_front_of_loaded_holders():
     """A request that failed to load stands first and needs blocks that two loaded ones behind it hold."""
     connector = FakeConnector()
     requests = [make_request(i, 8, max_tokens=2) for i in "abc"]
-    connector.remote = {i: 8 for i in "abc"}
+    connector.remote = dict.fromkeys("abc", 8)
     driver = start(*requests, connector=connector, num_blocks=6)
     driver.step()
     driver.transfers = KVConnectorOutput(failed_recving={"a"}, finished_recving={"b", "c"})
     driver.run(100)
-    assert driver.reasons == {i: "length" for i in "abc"}
+    assert driver.reasons == dict.fromkeys("abc", "length")
 
 
 def test_s11_nothing_to_do_and_nothing_in_flight_is_a_bug_and_raises():

@@ -46,7 +46,7 @@ def test_store_writes_these_slots_and_nothing_else(function, layout, heads, dim,
     k_cache, v_cache = empty_cache(layout, num_blocks, block_size, heads, dim, dtype)
     fused = torch.randn(tokens, 3 * heads, dim, generator=gen).to(DEVICE, dtype)
     key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    slots = torch.randperm(num_blocks * block_size, generator=gen)[: tokens + 3]
+    slots = torch.randperm(num_blocks * block_size - 1, generator=gen)[: tokens + 3]
     slots[[0, 5, 12]] = -1
     slots[3] = num_blocks * block_size - 1  # the last slot there is
     slots[tokens:] = -1
