@@ -14,7 +14,8 @@ def test_within_the_budget():
 
 
 def test_only_code_counts():
-    assert lines_of_code('"""Doc."""\n\n# comment\nx = """not\na docstring"""\n\n\ndef f():\n    "doc"\n') == 3
+    source = '"""Doc."""\n\n# comment\nx = 1\n\n\ndef f(\n    a,\n):\n    "doc"\n'
+    assert lines_of_code(source) == 4
 
 
 LAYERS = {"config": 0, "request": 0, "core": 1, "kernels": 1, "models": 1, "connector": 2, "worker": 2, "engine": 3}
