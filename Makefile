@@ -30,7 +30,7 @@ test-slow: setup ## Run the long tests too (an hour)
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu
 
 check: setup ## Lint, format check, types
 	$(BIN)/ruff check .

@@ -20,14 +20,15 @@ from nanopd.models.config import ModelConfig
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.worker.attention import choose_backend
-from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
+from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks, profile_peak_memory
 from nanopd.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Starts in the order of the knowledge map: device, weights, plan of the blocks, cache, scheduler.
+    """Starts in the order of the knowledge map: config, device, weights, profile, plan of the blocks, cache and
+    scheduler, capture of the graphs.
 
     Args:
         config: what the user asked for.
@@ -57,7 +58,8 @@ class EngineCore:
         self.model = load_model(self.model_path, dtype_name, self.device, max_model_len)
         dtype = self.dtype = self.model.embed_tokens.weight.dtype
 
-        num_blocks = plan_num_blocks(config, model, dtype, self.device)
+        peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
+        num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, config.kv_layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -75,9 +77,12 @@ class EngineCore:
             kv_cache,
             backend,
             max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             connector=connector[1] if connector else None,
         )
+        if self.device == "cuda":
+            self.runner.capture_graphs()
         self._report(model, num_blocks, dtype, max_model_len)
 
     def _report(self, model: ModelConfig, num_blocks: int, dtype: torch.dtype, wished_len: int) -> None:

@@ -78,16 +78,15 @@ def choose_tiles(
 # One program = one query tile x one KV head x one split of the context. The rows of the tile are the heads of the group for
 # one token after the other, so that every K/V tile, loaded once, serves the whole group (here a group of 4, 16 rows):
 #
-#                keys of the request, through its block table            (.. = one tile of keys, # = seen, / = edge)
-#                0 . . . . . . . . . . . . . . . . . first position
-#      token 0 h0 [########|########|########|########|##/     ]
-#              h1 [########|########|########|########|##/     ]        interior tiles: every row sees every key,
-#              h2 [########|########|########|########|##/     ]          no mask at all
-#              h3 [########|########|########|########|##/     ]        edge tiles: causal mask, end of the context,
-#      token 1 h0 [########|########|########|########|###/    ]          and with a window everything
-#              ..  |                 |
-#      token 3 h3 [########|########|########|########|#####/  ]
-#                  `--- split 0 ----'`------- split 1 --------'
+#                 keys of the request, through its block table: one tile between two bars, # seen, blank not
+#      token 0 h0 [########|########|########|########|###     ]
+#              h1 [########|########|########|########|###     ]        interior tiles: every row sees every key,
+#              h2 [########|########|########|########|###     ]          no mask at all
+#              h3 [########|########|########|########|###     ]        edge tile: causal mask, end of the context
+#      token 1 h0 [########|########|########|########|####    ]          (with a window all tiles are edge tiles)
+#              ..
+#      token 3 h3 [########|########|########|########|######  ]
+#                  `-------- split 0 --------'`--- split 1 ---'
 #
 #   loads   query      [rows, D]              once
 #           table      [keys] int32           per tile: the block of each key
@@ -95,8 +94,9 @@ def choose_tiles(
 #   stores  out        [rows, D]              once; with splits: float32, divided by its own sum, and the
 #           lse        [rows] float32         log of that sum, by which the merge weighs it
 #
-# Per tile 2 * rows * keys * D multiply-adds on 2 * keys * D elements: `rows` FLOPs per byte in bf16 (times 2). Decode of a
-# group of 4 uses 4 of 16 rows: 4 FLOPs a byte, and memory is what it waits for; prefill has 256, and the tensor cores are.
+# Per tile: 4 * rows * keys * D FLOPs (a multiply-add is 2) on 2 * keys * D elements, which in bf16 is `rows` FLOPs a byte. A
+# decode with a group of 4 uses 4 rows of 16: 4 FLOPs a byte, so it waits for memory. A prefill with 128 rows waits for the
+# tensor cores, and for the exponentials between the two products. paged_attention_cost counts a whole call.
 @triton.jit(do_not_specialize=["num_reqs"])  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, scale_log2, num_reqs, q_token, q_head,
@@ -147,7 +147,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     row_sum = tl.full([ROWS], 0.0, tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)  # in units of log2: exp2 is the instruction that GPUs have
     k_base, v_base = k_cache + head * stride_head + dim, v_cache + head * stride_head + dim
-    for edge in tl.static_range(2):  # unrolled: two loops, the first with no mask but that of a head dimension of 80
+    for edge in tl.static_range(2):  # unrolled: a loop without masks, then the same with
         for first in range(inside if edge else low, stop if edge else inside, KEYS):
             j = first + tl.arange(0, KEYS)
             named = j < stop if edge else tl.full([KEYS], True, tl.int1)
@@ -200,8 +200,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     part_lse = tl.load(partial_lse + part, mask=split < num_splits, other=float("-inf"))
     top = tl.max(part_lse, 0)
     weight = tl.exp(part_lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    total = tl.where(total > 0, total, 1.0)  # no part saw a key: 0 / 1 and -inf + log(1)
+    total = tl.maximum(tl.sum(weight, 0), 1.0)  # the largest part weighs 1; if no part saw a key: 0 / 1, -inf + log(1)
     used = (weight > 0)[:, None] & (dim < D)[None, :]  # a part that saw no key holds nothing
     values = tl.load(partial + part[:, None] * D + dim[None, :], mask=used, other=0.0)
     merged = tl.sum(values * weight[:, None], 0) / total

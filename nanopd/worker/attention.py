@@ -10,6 +10,8 @@ A backend first stores the new K and V in their slots and then lets each token s
 request. The model calls `ForwardContext.attend` once a layer and knows nothing of all this. Rules K1, T4; lesson 07.
 """
 
+import os
+import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,19 +27,26 @@ from nanopd.worker.kv_memory import KVCache
 class AttentionMetadata:
     """One step's batch of R requests and T tokens, the same for all layers.
 
-    The tensors are on the device; the lists hold the same numbers for decisions made on the host.
+    The tensors are on the device; the lists hold the same numbers for decisions made on the host, and only for requests
+    that exist: a batch padded to the size of a CUDA graph has more rows in its tensors, without tokens.
     """
 
     query_start_loc: Tensor  # int32 [R + 1]
     seq_lens: Tensor  # int32 [R]
     block_table: Tensor  # int32 [R, longest table]; entries past a request's last block mean nothing
-    slot_mapping: Tensor  # int64 [T]; -1: padding
+    slot_mapping: Tensor  # int64 [T]; -1: padding, nothing is written
     query_lens_list: list[int]
     seq_lens_list: list[int]
 
 
 class AttentionBackend(Protocol):
-    """Stores and attends for one layer. `plan` is called once a step, before the first layer."""
+    """Stores and attends. The first two are called once a step, the last once a layer."""
+
+    def compute_slot_mapping(
+        self, positions: Tensor, query_start_loc: Tensor, block_table: Tensor, block_size: int, out: Tensor
+    ) -> None:
+        """K1 for each token: positions int64 [T] -> out int64 [T], -1 where the batch is padded."""
+        ...
 
     def plan(self, metadata: AttentionMetadata) -> None: ...
 
@@ -68,13 +77,15 @@ class CPUAttention:
     Right first: it copies the whole context of every request in every layer.
     """
 
-    def __init__(self) -> None:
-        self._slot_mapping = torch.empty(0)
-        self._requests: list[_Span] = []
+    def compute_slot_mapping(
+        self, positions: Tensor, query_start_loc: Tensor, block_table: Tensor, block_size: int, out: Tensor
+    ) -> None:
+        request = torch.repeat_interleave(query_start_loc.diff().long())  # [T]: whose token is it
+        out[:] = block_table[request, positions // block_size].long() * block_size + positions % block_size
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slot_mapping = metadata.slot_mapping
-        self._requests = []
+        self._requests: list[_Span] = []
         start = 0
         for i, (query_len, seq_len) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list)):
             self._requests.append(_Span(slice(start, start + query_len), metadata.block_table[i].long(), seq_len))
@@ -121,8 +132,51 @@ class _Span:
         return self.masks[window]
 
 
+class TritonAttention:
+    """The kernels of `nanopd/kernels`: compiled on a GPU, interpreted on a CPU."""
+
+    def __init__(self) -> None:
+        from nanopd.kernels import kv_store, paged_attention, slot_mapping
+
+        self.compute_slot_mapping = slot_mapping.slot_mapping
+        self._store_kv, self._paged_attention = kv_store.store_kv, paged_attention.paged_attention
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
+    ) -> Tensor:
+        m = self._metadata
+        self._store_kv(key, value, k_cache, v_cache, m.slot_mapping)
+        return self._paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            m.block_table,
+            m.query_start_loc,
+            m.seq_lens,
+            scale=query.shape[-1] ** -0.5,
+            max_query_len=max(m.query_lens_list),
+            sliding_window=window,
+        )
+
+
 def choose_backend(name: str, device: str) -> AttentionBackend:
-    """T4: the backend, chosen once at start. Raises UserError for one that cannot run here."""
-    if name == "triton" or (name == "auto" and device.startswith("cuda")):
-        raise UserError("The triton attention backend is not there yet; use --attention-backend cpu.")
-    return CPUAttention()
+    """T4: the backend, chosen once at start: Triton on a GPU, the plain one elsewhere, or what was asked for.
+
+    Triton without a GPU means its interpreter (slow: to learn and to test). It decides between the two when it is
+    imported, so this raises UserError if somebody imported it before for compiling.
+    """
+    if name == "cpu" or (name == "auto" and device == "cpu"):
+        return CPUAttention()
+    if device == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
+            raise UserError(
+                "Triton is loaded already, for compiling; set TRITON_INTERPRET=1 before the program starts."
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return TritonAttention()
+    except ImportError:
+        raise UserError("Triton is not installed (it exists for Linux only); use --attention-backend cpu.") from None

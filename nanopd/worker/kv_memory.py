@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanopd.config import EngineConfig, KVLayout, UserError, parse_bytes
 from nanopd.models.config import ModelConfig
+from nanopd.models.decoder import Decoder
 
 # For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
 _AS_LAYER_KV_BLOCK: dict[KVLayout, tuple[int, ...]] = {
@@ -76,12 +77,29 @@ def free_memory(device: str) -> int:
     return max(free, 0)
 
 
-def plan_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str) -> int:
+def profile_peak_memory(model: Decoder, num_tokens: int, num_seqs: int, device: str) -> int:
+    """Bytes that a step of the largest size needs beside weights and cache. On a CPU 0: there it is not what is scarce."""
+    if not device.startswith("cuda"):
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        hidden_states = model(tokens, tokens, lambda layer, query, key, value: query.clone())
+        model.compute_logits(hidden_states[:num_seqs]).softmax(dim=-1)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def plan_num_blocks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, reserved: int = 0
+) -> int:
     """How many blocks the pool gets: what the user said, or what fits into the memory given, or into a share of what is
-    free (a quarter on a CPU, whose memory others need too; 90% of a GPU's). Raises UserError if not even one fits."""
+    free beyond `reserved` bytes (a quarter on a CPU, whose memory others need too; 90% of a GPU's).
+
+    Raises UserError if not even one fits."""
     if config.num_blocks is not None:
         return config.num_blocks
-    free = free_memory(device)
+    free = free_memory(device) - reserved
     if config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
         if budget > free:

@@ -2,10 +2,10 @@
 
     synchronize_input_prep             wait until the last step has read its input buffers
       _update_states                   who is new, who goes, who has got more blocks
-      _prepare_inputs                  positions, slot mapping, and which tokens need logits
-      _determine_batch_execution_and_padding
-      _build_attention_metadata
-      _preprocess                      input ids and positions, on the device
+      _prepare_inputs                  token ids, positions, and which tokens need logits
+      _determine_batch_execution_and_padding   a captured graph or eager, and how large
+      _build_attention_metadata        lengths and block tables, on the device
+      _preprocess                      input ids, positions and slots, on the device
     _model_forward                     hidden states, with K and V written into the cache on the way
     hidden_states[logits_indices] -> compute_logits -> sample
 
@@ -29,27 +29,47 @@ from nanopd.worker.kv_memory import KVCache
 from nanopd.worker.sampler import SamplingRow, sample
 
 
+class InputBuffer:
+    """An array that the host fills and the device reads: pinned memory and its copy, or one memory for both.
+
+    Buffers live as long as the runner, because a captured CUDA graph reads the addresses it was captured with.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=cuda)
+        self._device = torch.zeros(shape, dtype=dtype, device=device) if cuda else self._host
+        self.array = self._host.numpy()
+
+    def on_device(self, n: int) -> Tensor:
+        """The first n entries, where the device can read them. The copy is queued, not waited for."""
+        if self._device is not self._host:
+            self._device[:n].copy_(self._host[:n], non_blocking=True)
+        return self._device[:n]
+
+
 @dataclass(slots=True)
 class StepInputs:
-    """The flat batch of one step, on the host: R requests, T tokens."""
+    """One step's flat batch, on the host: R requests, T tokens. Its token ids and positions are in the buffers."""
 
     request_ids: list[str]
     rows: np.ndarray  # int64 [R]: each request's row in the runner's tables
     query_lens: np.ndarray  # int64 [R]: new tokens of each request
     seq_lens: np.ndarray  # int64 [R]: tokens in the cache after this step
-    input_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    slot_mapping: np.ndarray  # int64 [T]
     logits_indices: np.ndarray  # int64 [S]: the last token of each request that catches up in this step
     sampled: np.ndarray  # int64 [S]: which of the R requests those are
 
 
 @dataclass(frozen=True, slots=True)
 class BatchExecution:
-    """How to run the forward pass: as a captured CUDA graph of a fixed size, or eagerly as it is."""
+    """How to run the forward pass: `num_tokens` includes padding; with `use_graph` it is a size that was captured."""
 
     use_graph: bool
-    num_padded_tokens: int
+    num_tokens: int
+
+
+GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), 320, 384, 448, 512)
+"""Batch sizes for which a decode step is captured: padding wastes at most 7 rows up to 256, 63 beyond."""
 
 
 class ModelRunner:
@@ -60,6 +80,7 @@ class ModelRunner:
         kv_cache: its K and V.
         backend: attention over that cache.
         max_num_seqs: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a request.
         connector: moves K and V to and from other engines; None: nobody does.
     """
@@ -71,6 +92,7 @@ class ModelRunner:
         backend: AttentionBackend,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         connector: KVConnectorWorker | None = None,
     ) -> None:
@@ -82,30 +104,45 @@ class ModelRunner:
         self.block_size = kv_cache.layers[0][0].shape[1]
         self.context = ForwardContext(backend, kv_cache, model.config.sliding_window)
 
-        self.rows: dict[str, int] = {}  # request id -> its row in the tables below
-        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        # One row of these tables for each request in the engine.
         self.requests: dict[str, NewRequestData] = {}
+        self.rows: dict[str, int] = {}
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        table_len = -(-max_model_len // self.block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // self.block_size)), dtype=np.int32)
+        self.block_table = np.zeros((max_num_seqs, table_len), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+
+        # What the device reads in a step.
+        def buffer(*shape: int, dtype: torch.dtype) -> InputBuffer:
+            return InputBuffer(*shape, dtype=dtype, device=self.device)
+
+        self.input_ids = buffer(max_num_batched_tokens, dtype=torch.int64)
+        self.positions = buffer(max_num_batched_tokens, dtype=torch.int64)
+        self.query_start_loc = buffer(max_num_seqs + 1, dtype=torch.int32)
+        self.seq_lens = buffer(max_num_seqs, dtype=torch.int32)
+        self.batch_block_table = buffer(max_num_seqs, table_len, dtype=torch.int32)
+        self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self.device)
+        cuda = self.device.type == "cuda"
+        self.inputs_copied = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # batch size -> graph, its hidden states
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step: from the scheduler's plan to sampled tokens."""
         if self.connector:
             self.connector.start_load_kv(scheduler_output.kv_connector_metadata)
-        with self.synchronize_input_prep():
-            self._update_states(scheduler_output)
-            output = ModelRunnerOutput({})
-            if scheduler_output.total_num_scheduled_tokens:
+        self._update_states(scheduler_output)
+        output = ModelRunnerOutput({})
+        if scheduler_output.total_num_scheduled_tokens:
+            with self.synchronize_input_prep():
                 inputs = self._prepare_inputs(scheduler_output.num_scheduled_tokens)
                 execution = self._determine_batch_execution_and_padding(inputs)
-                self.backend.plan(self._build_attention_metadata(inputs, execution))
-                input_ids, positions = self._preprocess(inputs, execution)
-        if scheduler_output.total_num_scheduled_tokens:
-            hidden_states = self._model_forward(input_ids, positions)
+                metadata = self._build_attention_metadata(inputs, execution)
+                input_ids, positions = self._preprocess(execution, metadata)
+            hidden_states = self._model_forward(input_ids, positions, execution)
             sample_hidden_states = hidden_states[torch.from_numpy(inputs.logits_indices).to(self.device)]
             if len(inputs.sampled):
                 output = self._sample(self.model.compute_logits(sample_hidden_states), inputs)
@@ -115,8 +152,13 @@ class ModelRunner:
 
     @contextmanager
     def synchronize_input_prep(self) -> Iterator[None]:
-        """On a GPU the last step may still be copying from the input buffers; on a CPU there is nothing to wait for."""
+        """Waits until the device has copied the last step's inputs, and marks when it will have copied these: the host
+        must not overwrite a pinned buffer that is still being read."""
+        if self.inputs_copied:
+            self.inputs_copied.synchronize()
         yield
+        if self.inputs_copied:
+            self.inputs_copied.record()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the tables up to date with the scheduler's output (rule S7)."""
@@ -144,62 +186,76 @@ class ModelRunner:
             self.num_blocks[row] += len(block_ids)
 
     def _prepare_inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
-        """Lays the new tokens of all requests one after the other and finds each one's position and slot (rule K1)."""
+        """Lays the new tokens of all requests one after the other and finds each one's position."""
         request_ids = list(num_scheduled_tokens)
         rows = np.array([self.rows[request_id] for request_id in request_ids])
         query_lens = np.array(list(num_scheduled_tokens.values()))
         num_computed = self.num_computed_tokens[rows]
-        seq_lens = num_computed + query_lens
 
         #   query_lens    3        1    2          num_computed  4    9    0
         #   token_rows    a a a    b    c c        positions     4 5 6    9    0 1
         ends = np.cumsum(query_lens)
         token_rows = np.repeat(rows, query_lens)
         positions = np.arange(ends[-1]) - np.repeat(ends - query_lens - num_computed, query_lens)
-        block_ids = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
-        slot_mapping = block_ids * self.block_size + positions % self.block_size
+        self.positions.array[: ends[-1]] = positions
+        self.input_ids.array[: ends[-1]] = self.token_ids[token_rows, positions]
 
+        seq_lens = num_computed + query_lens
         sampled = np.flatnonzero(seq_lens == self.num_tokens[rows])
-        return StepInputs(
-            request_ids,
-            rows,
-            query_lens,
-            seq_lens,
-            input_ids=self.token_ids[token_rows, positions],
-            positions=positions,
-            slot_mapping=slot_mapping,
-            logits_indices=ends[sampled] - 1,
-            sampled=sampled,
-        )
+        return StepInputs(request_ids, rows, query_lens, seq_lens, ends[sampled] - 1, sampled)
 
     def _determine_batch_execution_and_padding(self, inputs: StepInputs) -> BatchExecution:
-        return BatchExecution(use_graph=False, num_padded_tokens=len(inputs.input_ids))
+        """A captured graph, padded to the next size, for a batch of nothing but decodes; else eager and as it is.
+
+        A graph saves the launches, which cost more than the work when every request computes one token.
+        """
+        num_tokens = int(inputs.query_lens.sum())
+        if num_tokens == len(inputs.rows):
+            for size in sorted(self.graphs):
+                if size >= num_tokens:
+                    return BatchExecution(True, size)
+        return BatchExecution(False, num_tokens)
 
     def _build_attention_metadata(self, inputs: StepInputs, execution: BatchExecution) -> AttentionMetadata:
-        longest_table = -(-int(inputs.seq_lens.max()) // self.block_size)
-        query_start_loc = np.concatenate(([0], np.cumsum(inputs.query_lens)))
-        return AttentionMetadata(
-            query_start_loc=self._to_device(query_start_loc.astype(np.int32)),
-            seq_lens=self._to_device(inputs.seq_lens.astype(np.int32)),
-            block_table=self._to_device(self.block_table[inputs.rows, :longest_table]),
-            slot_mapping=self._to_device(inputs.slot_mapping),
+        """Fills the buffers attention reads. Rows added by padding have no tokens and no length."""
+        num_reqs, num_tokens = len(inputs.rows), int(inputs.query_lens.sum())
+        rows = num_reqs + execution.num_tokens - num_tokens
+        self.query_start_loc.array[1 : num_reqs + 1] = np.cumsum(inputs.query_lens)
+        self.query_start_loc.array[num_reqs + 1 : rows + 1] = num_tokens
+        self.seq_lens.array[:num_reqs] = inputs.seq_lens
+        self.seq_lens.array[num_reqs:rows] = 0
+        self.positions.array[num_tokens : execution.num_tokens] = 0
+        longest = -(-int(inputs.seq_lens.max()) // self.block_size)
+        self.batch_block_table.array[:num_reqs, :longest] = self.block_table[inputs.rows, :longest]
+        metadata = AttentionMetadata(
+            query_start_loc=self.query_start_loc.on_device(rows + 1),
+            seq_lens=self.seq_lens.on_device(rows),
+            block_table=self.batch_block_table.on_device(rows),
+            slot_mapping=self.slot_mapping[: execution.num_tokens],
             query_lens_list=inputs.query_lens.tolist(),
             seq_lens_list=inputs.seq_lens.tolist(),
         )
+        self.backend.plan(metadata)
+        return metadata
 
-    def _preprocess(self, inputs: StepInputs, execution: BatchExecution) -> tuple[Tensor, Tensor]:
-        return self._to_device(inputs.input_ids), self._to_device(inputs.positions)
+    def _preprocess(self, execution: BatchExecution, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Token ids, positions and slots (K1) on the device. The ids in the padding are some earlier step's: harmless."""
+        input_ids = self.input_ids.on_device(execution.num_tokens)
+        positions = self.positions.on_device(execution.num_tokens)
+        tables = (metadata.query_start_loc, metadata.block_table)
+        self.backend.compute_slot_mapping(positions, *tables, self.block_size, metadata.slot_mapping)
+        return input_ids, positions
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _model_forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _model_forward(self, input_ids: Tensor, positions: Tensor, execution: BatchExecution) -> Tensor:
         """[T] and [T] -> hidden states [T, hidden_size]."""
-        hidden_states: Tensor = self.model(input_ids, positions, self.context.attend)
-        return hidden_states
+        if execution.use_graph:
+            graph, hidden_states = self.graphs[execution.num_tokens]
+            graph.replay()
+            return hidden_states
+        return self.model(input_ids, positions, self.context.attend)
 
     def _sample(self, logits: Tensor, inputs: StepInputs) -> ModelRunnerOutput:
-        """Chooses tokens from logits [S, vocab_size] and writes them into the tables: the next step finds them there."""
+        """Chooses tokens from logits [S, vocab_size], and writes them into the tables for the next step to find."""
         sampling_rows = []
         for i in inputs.sampled:
             request, row = self.requests[inputs.request_ids[i]], inputs.rows[i]
@@ -215,3 +271,22 @@ class ModelRunner:
         return ModelRunnerOutput(
             dict(zip(request_ids, token_ids)), {i: p for i, p in zip(request_ids, logprobs) if p is not None}
         )
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures the forward pass of a decode step for each batch size, largest first: they share one memory pool.
+
+        The requests are made up and their tokens land in block 0, so this must happen before any request does.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for size in sorted((s for s in GRAPH_SIZES if s <= len(self.free_rows)), reverse=True):
+            ones, rows = np.ones(size, dtype=np.int64), np.arange(size)
+            inputs = StepInputs([], rows, ones, ones, rows, rows)
+            eager = BatchExecution(False, size)
+            input_ids, positions = self._preprocess(eager, self._build_attention_metadata(inputs, eager))
+            self._model_forward(input_ids, positions, eager)  # compiles what is not compiled yet
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                hidden_states = self._model_forward(input_ids, positions, eager)
+            self.graphs[size] = graph, hidden_states
+        torch.cuda.synchronize()
