@@ -216,6 +216,18 @@ def bench_scheduler(
         bench.show(row, as_json)
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    target: Annotated[list[str] | None, typer.Option(help="Compile for sm_80, sm_90, sm_100 or gfx942 only.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """The Triton kernels: times on a GPU; without one, what they compile to for four GPUs (a minute for each)."""
+    from nanopd import bench
+
+    for row in bench.kernels(target or []):
+        bench.show(row, as_json)
+
+
 @model_app.command("list")
 def model_list(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a model.")] = False) -> None:
     """Models in the cache."""

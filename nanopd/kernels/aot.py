@@ -76,9 +76,7 @@ def compile_model(heads: int, kv_heads: int, dim: int, target: str) -> dict[str,
     return found
 
 
-def build(
-    found: dict[str, Any], name: str, kernel: Any, gpu: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any
-) -> None:
+def build(found: Any, name: str, kernel: Any, gpu: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> None:
     """Compile instead of launching. Note registers and spilled bytes a thread, shared bytes a program, instructions."""
     backend = make_backend(gpu)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)

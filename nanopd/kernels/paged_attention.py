@@ -31,7 +31,7 @@ class Tiles:
     rows: int
     keys: int
     num_warps: int
-    num_stages: int  # depth of the software pipeline: loading the table's entries, loading K and V, computing
+    num_stages: int  # depth of the software pipeline; going through the table to K and V takes two for each tile ahead
     num_splits: int  # programs that share one context
 
 
@@ -56,18 +56,18 @@ def choose_tiles(
     """Tile sizes by rule, not by trial runs: same input, same launch, so a captured graph stays valid.
 
     Few rows (decode) wait for memory: the smallest tile that tensor cores take (16 rows), and so few registers and so little
-    shared memory that four programs fit on a processor and hide each other's loads. Many rows (prefill) wait for arithmetic:
-    128 of them, so that each K/V tile is used 128 times, and as many keys as registers and shared memory allow. Float32 is
-    multiplied without tensor cores: small tiles, or registers spill. If four programs for every processor are not to be
-    had, cut the contexts, but into nothing shorter than 256 keys.
+    shared memory that five programs fit on a Hopper processor, each with two tiles of K and V on the way. Many rows
+    (prefill) wait for arithmetic: 128 of them, so that each K/V tile is used 128 times, and as many keys as registers and
+    shared memory allow. Float32 is multiplied without tensor cores: small tiles, or registers spill. If four programs for
+    every processor are not to be had, cut the contexts, but into nothing shorter than 256 keys.
     """
     rows = min(128, max(16, triton.next_power_of_2(max_query_len * group)))
     if itemsize == 4:
         rows, keys, warps, stages = min(rows, 32), 16, 8, 2
-    elif rows <= 32:
-        keys, warps, stages = 64, 4, 3
+    elif rows >= 64 and shared_bytes >= 200 * 1024:
+        keys, warps, stages = rows, rows // 16, 3
     else:
-        keys, warps, stages = (rows, rows // 16, 3) if shared_bytes >= 200 * 1024 else (32, rows // 16, 5)
+        keys, warps, stages = 32, max(4, rows // 16), 5
     programs = num_kv_heads * num_query_tiles(num_tokens, num_reqs, rows // group, max_query_len)
     splits = min(4 * num_sms // max(programs, 1), max_seq_len // 256, 32)
     return Tiles(rows, keys, warps, stages, triton.next_power_of_2(max(splits, 1)))
