@@ -67,7 +67,7 @@ def choose_tiles(
     elif rows >= 64 and shared_bytes >= 200 * 1024:
         keys, warps, stages = rows, rows // 16, 3
     else:
-        keys, warps, stages = 32, max(4, rows // 16), 5
+        keys, warps, stages = 32, max(4, rows // 16), 5 if shared_bytes >= 100 * 1024 else 3
     programs = num_kv_heads * num_query_tiles(num_tokens, num_reqs, rows // group, max_query_len)
     splits = min(4 * num_sms // max(programs, 1), max_seq_len // 256, 32)
     return Tiles(rows, keys, warps, stages, triton.next_power_of_2(max(splits, 1)))

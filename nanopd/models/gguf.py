@@ -1,16 +1,12 @@
 """Reads a .gguf file (llama.cpp's format) as if it were a Hugging Face checkpoint.
 
-The file is: magic, version, counts; key-value metadata; one entry a tensor (name, shape, type, offset); and, from an
-aligned offset on, the data. We walk it with `struct` over a memory map: the reader in the `gguf` package makes several
-numpy arrays for each string of the vocabulary and takes seconds. Only de-quantisation is left to that package.
+The `gguf` package reads the file and de-quantises the weights; that takes seconds, and is the price of the format.
 
 What llama.cpp does differently is undone here: names; dimensions listed innermost first; and for the architecture
 "llama" (Mistral's too) the order of the rows of Q and K, since llama.cpp rotates neighbours (x[2i], x[2i + 1]) where
 we rotate halves (x[i], x[i + D/2]).
 """
 
-import mmap
-import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +18,6 @@ import torch
 from nanopd.config import UserError
 from nanopd.models.config import require
 
-SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # value type -> its letter in `struct`
-STRING, ARRAY = 8, 9
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"}
@@ -38,56 +32,27 @@ class TensorRef(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-class _Cursor:
-    """Walks the header. Reading past the end raises struct.error, whatever lengths the file claims."""
-
-    def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
-
-    def take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self.data, self.at)
-        self.at += struct.calcsize("<" + layout)
-        return values
-
-    def value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self.take(f"{self.take('Q')[0]}s")[0].decode("utf-8", "replace")
-        if kind == ARRAY:
-            kind, count = self.take("IQ")
-            return self.take(f"{count}{SCALARS[kind]}") if kind in SCALARS else [self.value(kind) for _ in range(count)]
-        return self.take(SCALARS[kind])[0]
-
-
 def read(path: Path) -> tuple[dict[str, Any], dict[str, TensorRef]]:
     """The model as config.json would describe it, and its tensors by their Hugging Face names, read as float32.
 
     Raises UserError for a damaged file or a model we cannot run.
     """
-    from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
+    from gguf import GGUFReader
 
     try:
-        with path.open("rb") as file:
-            cursor = _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        magic, version, tensor_count, meta_count = cursor.take("4sIQQ")
-        require(magic == b"GGUF" and version in (2, 3), "this is not a GGUF file of version 2 or 3.")
-        meta = {cursor.value(STRING): cursor.value(*cursor.take("I")) for _ in range(meta_count)}
-        infos = []
-        for _ in range(tensor_count):
-            name, (dims,) = cursor.value(STRING), cursor.take("I")
-            infos.append((_hf_name(name), cursor.take(f"{dims}Q")[::-1], *cursor.take("IQ")))
-        align = meta.get("general.alignment", 32)
-        start = -(-cursor.at // align) * align
+        reader = GGUFReader(path)
+        # Strings by the thousand (the vocabulary) are slow to read, and nothing here asks for them.
+        meta = {
+            name: f.contents() for name, f in reader.fields.items() if name[:14] != "tokenizer.ggml" or "_id" in name
+        }
         tensors = {}
-        for name, shape, code, offset in infos:
-            kind = GGMLQuantizationType(code)
-            stored = quant_shape_to_byte_shape(shape, kind)
-            raw = np.frombuffer(cursor.data, np.uint8, int(np.prod(stored)), start + offset).reshape(stored)
-            tensors[name] = TensorRef(shape, partial(_dequantize, raw, kind))
+        for t in reader.tensors:
+            shape = tuple(int(n) for n in reversed(t.shape))
+            tensors[_hf_name(t.name)] = TensorRef(shape, partial(_dequantize, t.data, t.tensor_type))
         return _config(meta, tensors), tensors
     except UserError:
         raise
-    # The header ends early (struct), the data does or a type is unknown (ValueError, KeyError), a length is absurd.
-    except (struct.error, ValueError, LookupError, TypeError, ArithmeticError, OSError, RecursionError) as e:
+    except (ValueError, LookupError, TypeError, ArithmeticError, OSError, AttributeError) as e:
         raise UserError(f"this GGUF file is cut short or damaged ({e}).") from e
 
 
