@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanopd.config import SamplingParams, UserError
+from nanopd.config import EngineConfig, SamplingParams, UserError
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import ModelRunnerOutput
 from nanopd.core.scheduler import Scheduler
@@ -113,10 +113,8 @@ def scheduler(num_steps: int = 64) -> Iterator[dict[str, Any]]:
 def _decode_steps(num_running: int, num_waiting: int, num_blocks: int, num_steps: int) -> list[float]:
     """Seconds of each of `num_steps` steps in which `num_running` requests decode one token each."""
     block_size, prompt_len = 16, 128
-    kv = KVCacheManager(num_blocks, block_size)
-    core = Scheduler(
-        kv, max_model_len=4096, max_num_seqs=num_running, max_num_batched_tokens=max(2048, 2 * num_running)
-    )
+    config = EngineConfig(max_num_seqs=num_running, max_num_batched_tokens=max(2048, 2 * num_running))
+    core = Scheduler(config, KVCacheManager(num_blocks, block_size), max_model_len=4096)
     params = SamplingParams(max_tokens=4000, ignore_eos=True, seed=0)
     rng = random.Random(0)
     for i in range(num_running + num_waiting):

@@ -23,15 +23,10 @@ class NewRequestData:
     num_computed_tokens: int
 
     @classmethod
-    def of(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
+    def of(cls, r: Request, block_ids: list[int]) -> "NewRequestData":
+        tokens, params = r.token_ids.tolist(), r.sampling_params
         return cls(
-            request.request_id,
-            request.token_ids.tolist(),
-            request.num_prompt_tokens,
-            request.sampling_params,
-            request.stop_token_ids,
-            block_ids,
-            request.num_computed_tokens,
+            r.request_id, tokens, r.num_prompt_tokens, params, r.stop_token_ids, block_ids, r.num_computed_tokens
         )
 
 
@@ -97,28 +92,10 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    @classmethod
-    def end_of(
-        cls,
-        request: Request,
-        new_token_ids: list[int],
-        logprobs: TokenLogprobs | None = None,
-        kv_transfer_params: dict[str, Any] | None = None,
-    ) -> "EngineCoreOutput":
-        return cls(
-            request.request_id,
-            new_token_ids,
-            request.metrics,
-            logprobs,
-            request.status.value,
-            request.stop_reason,
-            kv_transfer_params,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """One look at the scheduler, for progress bars and metrics. The last four only grow."""
+    """One look at the scheduler, for progress bars and metrics. Those from `num_preemptions` on only grow."""
 
     num_running: int
     num_waiting: int

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nanopd.config import UserError
+from nanopd.config import EngineConfig, UserError
 from nanopd.core.block_pool import KVCacheBlock
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import (
@@ -39,34 +39,24 @@ class Scheduler:
     """Owns all unfinished requests of an engine.
 
     Args:
+        config: budget, chunk threshold, most running requests, and what to do when a KV load failed (rule S10).
         kv: block tables and prefix cache.
         max_model_len: longest prompt + output; lowered to what the pool can hold, so that one request alone can
             always finish (rule S9).
-        max_num_seqs: most requests in `running`.
-        max_num_batched_tokens: token budget of a step.
-        long_prefill_token_threshold: longest chunk of one request in a step; 0: no limit but the budget.
         connector: asked for tokens that were computed elsewhere; None: nothing comes from elsewhere.
-        kv_load_failure_policy: "recompute" or "fail" (rule S10).
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         kv: KVCacheManager,
-        *,
         max_model_len: int,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        long_prefill_token_threshold: int = 0,
         connector: "KVConnectorScheduler | None" = None,
-        kv_load_failure_policy: str = "recompute",
     ) -> None:
+        self.config = config
         self.kv = kv
         self.max_model_len = min(max_model_len, len(kv.pool.blocks) * kv.block_size)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.long_prefill_token_threshold = long_prefill_token_threshold
         self.connector = connector
-        self.kv_load_failure_policy = kv_load_failure_policy
 
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []
@@ -137,7 +127,10 @@ class Scheduler:
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
         i = 0
-        while i < len(self.running) and (budget := self.max_num_batched_tokens - output.total_num_scheduled_tokens) > 0:
+        while (
+            i < len(self.running)
+            and (budget := self.config.max_num_batched_tokens - output.total_num_scheduled_tokens) > 0
+        ):
             request = self.running[i]
             i += 1
             num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
@@ -161,8 +154,8 @@ class Scheduler:
         """S4, S5, S6. Returns whether a connector still owes an answer about somebody."""
         lookups_pending = False
         step_skipped_waiting: list[Request] = []
-        while (self.skipped_waiting or self.waiting) and len(self.running) < self.max_num_seqs:
-            budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+        while (self.skipped_waiting or self.waiting) and len(self.running) < self.config.max_num_seqs:
+            budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
             if budget == 0:
                 break
             queue = self.skipped_waiting or self.waiting
@@ -213,8 +206,7 @@ class Scheduler:
     def _num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
         """S2: what is missing, cut to the chunk threshold, to the budget and to the longest sequence allowed."""
         missing = request.num_tokens_with_spec - num_computed
-        if 0 < self.long_prefill_token_threshold < missing:
-            missing = self.long_prefill_token_threshold
+        missing = min(missing, self.config.long_prefill_token_threshold or missing)
         return max(0, min(missing, budget, self.max_model_len - 1 - num_computed))
 
     def _preempt(self, request: Request) -> None:
@@ -283,9 +275,9 @@ class Scheduler:
             status = self._check_stop(request, token_id)
             if status is not None:
                 request.status = status
+                item.finish_reason, item.stop_reason = status.value, request.stop_reason
+                item.kv_transfer_params = self._release(request)
                 stopped.add(request_id)
-                kv_transfer_params = self._release(request)
-                item = EngineCoreOutput.end_of(request, [token_id], item.logprobs, kv_transfer_params)
             news.append(item)
         if stopped:
             self.running = [r for r in self.running if r.request_id not in stopped]
@@ -314,12 +306,13 @@ class Scheduler:
                 self.loading.remove(request_id)
                 if request_id not in output.failed_recving:
                     self.finished_recving_kv_req_ids.add(request_id)
-                elif self.kv_load_failure_policy == "recompute":
+                elif self.config.kv_load_failure_policy == "recompute":
                     self._forget_external_tokens(request)
                 else:
                     request.stop_reason = "its KV cache could not be loaded from the remote engine"
                     self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
-                    news.append(EngineCoreOutput.end_of(request, []))
+                    reason = RequestStatus.FINISHED_ERROR.value, request.stop_reason
+                    news.append(EngineCoreOutput(request_id, [], request.metrics, None, *reason))
         return news
 
     def _release(self, request: Request) -> dict[str, object] | None:
@@ -349,15 +342,9 @@ class Scheduler:
             request.metrics.num_cached_tokens = num_cached
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.skipped_waiting),
-            kv_cache_usage=self.kv.usage,
-            num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self._num_queried,
-            prefix_cache_hits=self._num_hit,
-            num_scheduled_tokens=self._num_scheduled,
-        )
+        num_waiting = len(self.waiting) + len(self.skipped_waiting)
+        totals = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
+        return SchedulerStats(len(self.running), num_waiting, self.kv.usage, *totals)
 
     def check_invariants(self) -> None:
         """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""

@@ -16,11 +16,10 @@ from nanopd.connector.base import KVConnectorScheduler, KVConnectorWorker
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput
 from nanopd.core.scheduler import Scheduler
-from nanopd.models.config import ModelConfig
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.worker.attention import choose_backend
-from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks, profile_peak_memory
+from nanopd.worker.kv_memory import KVCache, plan_num_blocks, profile_peak_memory
 from nanopd.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -62,57 +61,26 @@ class EngineCore:
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, config.kv_layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            kv,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            connector=connector[0] if connector else None,
-            kv_load_failure_policy=config.kv_load_failure_policy,
-        )
+        scheduler_half, worker_half = connector or (None, None)
+        self.scheduler = Scheduler(config, kv, max_model_len, scheduler_half)
         self.max_model_len = self.scheduler.max_model_len
-        self.runner = ModelRunner(
-            self.model,
-            kv_cache,
-            backend,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            connector=connector[1] if connector else None,
-        )
+        self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
         if self.device == "cuda":
             self.runner.capture_graphs()
-        self._report(model, num_blocks, dtype, max_model_len)
 
-    def _report(self, model: ModelConfig, num_blocks: int, dtype: torch.dtype, wished_len: int) -> None:
-        num_tokens = num_blocks * self.config.block_size
-        size = num_blocks * bytes_per_block(model, self.config.block_size, dtype)
+        num_tokens, gib = num_blocks * config.block_size, kv_cache.memory.nbytes / 2**30
         logger.info(
-            "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB, %s; room for %.1f requests of %d tokens",
-            num_blocks,
-            self.config.block_size,
-            num_tokens,
-            size / 2**30,
-            self.config.kv_layout,
-            num_tokens / self.max_model_len,
-            self.max_model_len,
+            f"KV cache: {num_blocks} blocks of {config.block_size} tokens = {num_tokens} tokens, {gib:.2f} GiB, "
+            f"{config.kv_layout}; room for {num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
         )
-        if self.max_model_len < wished_len:
+        if self.max_model_len < max_model_len:
             logger.warning(
-                "max_model_len lowered from %d to %d, which is what the KV cache can hold; more --num-blocks or "
-                "--kv-cache-memory would raise it",
-                wished_len,
-                self.max_model_len,
+                f"max_model_len is {self.max_model_len}, not {max_model_len}: that is what the KV cache can hold "
+                "(--num-blocks, --kv-cache-memory)"
             )
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises UserError if it can never be served."""
-        bad = [t for t in request.token_ids if not 0 <= t < self.model.config.vocab_size]
-        if bad:
-            raise UserError(
-                f"Token id {bad[0]} is not in the vocabulary; ids go from 0 to {self.model.config.vocab_size - 1}."
-            )
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:

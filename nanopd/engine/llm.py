@@ -220,8 +220,11 @@ class LLM:
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
         if token_ids is not None:
-            if not isinstance(token_ids, (list, tuple)) or not all(isinstance(t, int) for t in token_ids):
-                raise UserError("prompt_token_ids must be a list of token ids (whole numbers of at least 0).")
+            size = self.core.model.config.vocab_size
+            if not isinstance(token_ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in token_ids):
+                raise UserError(
+                    f"prompt_token_ids must be a list of token ids of this model's vocabulary, 0 to {size - 1}."
+                )
             return text, list(token_ids), salt
         if not isinstance(text, str):
             raise UserError('A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.')

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopd.config import EngineConfig
 from nanopd.connector.base import KVConnectorWorker
 from nanopd.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from nanopd.models.decoder import Decoder
@@ -76,26 +77,24 @@ class ModelRunner:
     """Runs the model for one engine.
 
     Args:
+        config: most requests and most tokens in a step.
         model: the decoder.
         kv_cache: its K and V.
         backend: attention over that cache.
-        max_num_seqs: most requests in a step.
-        max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a request.
         connector: moves K and V to and from other engines; None: nobody does.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         model: Decoder,
         kv_cache: KVCache,
         backend: AttentionBackend,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         connector: KVConnectorWorker | None = None,
     ) -> None:
+        max_num_seqs, max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from nanopd.config import SamplingParams
+from nanopd.config import EngineConfig, SamplingParams
 from nanopd.connector.base import KVConnectorScheduler
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
@@ -37,9 +37,15 @@ class FakeConnector(KVConnectorScheduler):
 
 
 def make_scheduler(
-    num_blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, max_model_len: int = 1000, **options: Any
+    num_blocks: int = 64,
+    block_size: int = 4,
+    prefix_caching: bool = True,
+    max_model_len: int = 1000,
+    connector: KVConnectorScheduler | None = None,
+    **options: Any,
 ) -> Scheduler:
-    return Scheduler(KVCacheManager(num_blocks, block_size, prefix_caching), max_model_len=max_model_len, **options)
+    kv = KVCacheManager(num_blocks, block_size, prefix_caching)
+    return Scheduler(EngineConfig(**options), kv, max_model_len, connector)
 
 
 def make_request(
@@ -69,10 +75,10 @@ class Driver:
         scheduler = self.scheduler
         output = scheduler.schedule()
         total = sum(output.num_scheduled_tokens.values())
-        assert total == output.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+        assert total == output.total_num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
         assert all(n > 0 for n in output.num_scheduled_tokens.values())
-        assert len(output.num_scheduled_tokens) <= scheduler.max_num_seqs
-        if threshold := scheduler.long_prefill_token_threshold:
+        assert len(output.num_scheduled_tokens) <= scheduler.config.max_num_seqs
+        if threshold := scheduler.config.long_prefill_token_threshold:
             assert max(output.num_scheduled_tokens.values(), default=0) <= threshold
         assert not output.preempted_req_ids & output.num_scheduled_tokens.keys()
         for gone in output.finished_req_ids | output.preempted_req_ids:

@@ -151,7 +151,11 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm: LLM):
         ("", "empty"),
         ([10**6], "vocabulary"),
         ([-1], "vocabulary"),
-        (["a"], "A prompt is|list of token ids"),
+        (["a"], "list of token ids"),
+        ([True], "list of token ids"),
+        ([1.5], "list of token ids"),
+        ([10**30], "list of token ids"),
+        ({"prompt_token_ids": "abc"}, "list of token ids"),
         ({"text": "x"}, "A prompt is"),
         (list(range(200)) * 30, "max_model_len is 512"),
     ):

@@ -180,7 +180,7 @@ H200 = (132, 227 * 1024)
 
 def test_tiles_for_decode_and_prefill():
     decode = choose_tiles(64, 64, 8, 4, 2, 1, 4096, *H200)
-    assert (decode.rows, decode.num_splits) == (16, 1)  # 512 programs: four for nearly every processor, in one wave
+    assert (decode.rows, decode.num_splits) == (16, 1)  # 512 programs, all resident at once
     alone = choose_tiles(1, 1, 8, 4, 2, 1, 4096, *H200)
     assert alone.num_splits == 16  # of 256 keys each
     assert choose_tiles(1, 1, 8, 4, 2, 1, 200, *H200).num_splits == 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanopd.kernels.kv_store import store_kv, store_kv_cost, store_kv_reference
+from nanopd.kernels.paged_attention import paged_attention
 from nanopd.kernels.slot_mapping import slot_mapping, slot_mapping_cost, slot_mapping_reference
 
 from .batches import DEVICE, GARBAGE, LAYOUTS, empty_cache, fresh_seed
@@ -76,13 +77,14 @@ def test_costs():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_store_beyond_2_to_the_31_elements():
+def test_a_cache_of_more_than_2_to_the_31_elements():
+    """Offsets are 64-bit, in store and attention: over one key, attention gives back the value that was stored."""
     heads, dim, block_size = 8, 128, 16
-    num_blocks = 2**31 // (heads * dim * block_size) + 3
-    k_cache, v_cache = (
-        torch.zeros(num_blocks, block_size, heads, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "kv"
-    )
+    last = 2**31 // (heads * dim * block_size) + 2
+    shape = last + 1, block_size, heads, dim
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in "kv")
     key, value = torch.randn(2, 1, heads, dim, device=DEVICE).bfloat16()
-    store_kv(key, value, k_cache, v_cache, torch.tensor([num_blocks * block_size - 1], device=DEVICE))
-    assert torch.equal(k_cache[-1, -1], key[0])
-    assert torch.equal(v_cache[-1, -1], value[0])
+    store_kv(key, value, k_cache, v_cache, torch.tensor([last * block_size], device=DEVICE))
+    table, starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[last]], [0, 1], [1]))
+    out = paged_attention(key, k_cache, v_cache, table, starts, lens, 0.1, max_query_len=1)
+    assert torch.equal(out, value)
