@@ -17,9 +17,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from nanopd.config import EngineConfig, SamplingParams, UserError
+from nanopd.config import SamplingParams, UserError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from nanopd.engine.llm import LLM, RequestOutput
 
 _SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)}
@@ -64,20 +66,13 @@ def read_lines(file: IO[bytes]) -> Iterator[Line]:
 
 
 def as_row(output: "RequestOutput") -> dict[str, Any]:
-    """A finished request as `--json` and `--output` show it. With n > 1, `outputs` holds the others too."""
-    first, *others = [dataclasses.asdict(completion) for completion in output.outputs]
-    row = {
-        "id": output.request_id,
-        "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": first["token_ids"],
-        "text": first["text"],
-        "finish_reason": first["finish_reason"],
-        "stop_reason": first["stop_reason"],
-        "metrics": output.metrics.as_dict(len(first["token_ids"])),
-    }
-    if first["logprobs"] is not None:
-        row["logprobs"] = first["logprobs"]
-    return row | ({"outputs": [first, *others]} if others else {})
+    """A finished request as `--json` and `--output` show it. With n > 1, `outputs` holds all completions."""
+    first, *others = outputs = [dataclasses.asdict(completion) for completion in output.outputs]
+    metrics = output.metrics.as_dict(len(first["token_ids"]))
+    row = {"id": output.request_id, "prompt_token_ids": output.prompt_token_ids, "metrics": metrics}
+    row |= {name: first[name] for name in ("token_ids", "text", "finish_reason", "stop_reason")}
+    row |= {"logprobs": first["logprobs"]} if first["logprobs"] is not None else {}
+    return row | ({"outputs": outputs} if others else {})
 
 
 def run_prompts(llm: "LLM", sampling: SamplingParams, todo: list[dict[str, Any]], as_json: bool) -> int:
@@ -95,13 +90,7 @@ def run_prompts(llm: "LLM", sampling: SamplingParams, todo: list[dict[str, Any]]
 
 
 def run_file(
-    load: Callable[[EngineConfig], "LLM"],
-    engine: EngineConfig,
-    sampling: SamplingParams,
-    input: Path,
-    output: Path | None,
-    resume: bool,
-    as_json: bool,
+    load: Callable[[], "LLM"], sampling: SamplingParams, input: Path, output: Path | None, resume: bool, as_json: bool
 ) -> int:
     """Requests from a file (`-`: stdin) to a file (None: stdout). Returns the exit code."""
     with contextlib.ExitStack() as stack:
@@ -131,7 +120,7 @@ def run_file(
                 print(text, flush=True)
 
         lines = (line for line in read_lines(source) if line.id not in done)
-        return _run(load(engine), sampling, lines, write, None if total is None else total - len(done))
+        return _run(load(), sampling, lines, write, None if total is None else total - len(done))
 
 
 def _keep_finished(output: Path) -> set[str]:
@@ -162,8 +151,13 @@ def _run(
     """Keeps the engine fed until the lines run out. Returns 1 if a request failed, 130 if interrupted, else 0."""
     ahead = 2 * llm.config.max_num_seqs  # enough that the scheduler never waits for us; not the whole file in memory
     finished = failed = unfinished = 0
-    more = True
-    with _Progress(llm, total) as progress, _stop_on_signal() as interrupted:
+    bar, start, more = _progress_bar(), time.monotonic(), True
+    task = bar.add_task("starting", total=total)
+
+    def note(text: str) -> None:
+        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with bar, _stop_on_signal() as interrupted:
         while (more or unfinished) and not interrupted():
             while more and unfinished < ahead:
                 line = next(lines, None)
@@ -177,16 +171,18 @@ def _run(
                     unfinished += 1
                 except UserError as error:
                     failed += 1
-                    progress.note(f"line {line.number}: {error}")
+                    note(f"line {line.number}: {error}")
                     write({"id": line.id, "line": line.number, "error": str(error)})
             for output in llm.step() if unfinished else ():
                 if output.finished:
-                    unfinished -= 1
-                    finished += 1
+                    unfinished, finished = unfinished - 1, finished + 1
                     write(as_row(output))
-            progress.update(finished, failed)
+            s = llm.stats()
+            rate = s.num_scheduled_tokens / (time.monotonic() - start)
+            state = f"{s.num_running} running, {s.num_waiting} waiting · KV {s.kv_cache_usage:.0%} · {failed} failed"
+            bar.update(task, description=f"{rate:.0f} tokens/s · {state}", completed=finished + failed)
         if interrupted():
-            progress.note("Interrupted. What has finished is written; with --output, --resume goes on from there.")
+            note("Interrupted. What has finished is written; with --output, --resume goes on from there.")
             return 130
     return 1 if failed else 0
 
@@ -221,34 +217,11 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-class _Progress:
-    """A line at the bottom of the terminal, on stderr; nothing when stderr is not a terminal."""
+def _progress_bar() -> "Progress":
+    """At the bottom of the terminal, on stderr; invisible where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, llm: "LLM", total: int | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("starting", total=total)
-        self._llm, self._start = llm, time.monotonic()
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def update(self, finished: int, failed: int) -> None:
-        stats = self._llm.stats()
-        rate = stats.num_scheduled_tokens / max(time.monotonic() - self._start, 1e-6)
-        text = (
-            f"{rate:.0f} tokens/s · {stats.num_running} running, {stats.num_waiting} waiting · "
-            f"KV {stats.kv_cache_usage:.0%}" + (f" · {failed} failed" if failed else "")
-        )
-        self._bar.update(self._task, description=text, completed=finished + failed)
+    columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -13,6 +13,7 @@ import logging
 import sys
 import typing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,14 +25,15 @@ from nanopd.config import EngineConfig, SamplingParams, UserError
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM, RequestOutput
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure.")
-model_app = typer.Typer(no_args_is_help=True, help="List and fetch models.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure.", rich_markup_mode=None)
+model_app = typer.Typer(no_args_is_help=True, help="List and fetch models.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 app.add_typer(model_app, name="model")
 
 # Options whose name on the command line is not the field's, or whose default there is another.
 _NAMES = {"enable_prefix_caching": "--prefix-caching/--no-prefix-caching", "stop_token_ids": "--stop-token-id"}
+_NAMES["skip_special_tokens"] = "--skip-special-tokens/--no-skip-special-tokens"
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 
 
@@ -59,7 +61,7 @@ def options_of(config: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Calla
             elif typing.get_origin(kind) is typing.Literal:
                 kind = str
             flag = _NAMES.get(f.name, "--" + f.name.replace("_", "-"))
-            option = typer.Option(flag, help=f.metadata["help"], rich_help_panel=config.__name__, show_default=True)
+            option = typer.Option(flag, help=f.metadata["help"], show_default=True)
             default = _DEFAULTS.get(f.name, list(f.default) if isinstance(f.default, tuple) else f.default)
             annotation = Annotated[kind, option]
             parameters.append(
@@ -123,7 +125,7 @@ def generate(
     if (output is not None or resume) and input is None:
         raise UserError("--output and --resume go with --input.")
     if input is not None:
-        raise typer.Exit(batch.run_file(_load, engine, sampling, input, output, resume, as_json))
+        raise typer.Exit(batch.run_file(partial(_load, engine), sampling, input, output, resume, as_json))
     texts = prompts or [sys.stdin.read()]
     llm = _load(engine)
     todo = [{"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text} for text in texts]

@@ -69,8 +69,8 @@ class Tokenizer:
         env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
         # {% generation %} marks the assistant's words for training; here it becomes a statement that does nothing.
         source = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set _ = 0 \2", self._chat_template)
-        names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
+            names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
             text = env.from_string(source).render(self._special_tokens, tools=None, documents=None, **names)
         except Exception as e:  # a template can fail like any program
             raise UserError(f"The model's chat template refuses these messages: {e}.") from e

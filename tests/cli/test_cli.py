@@ -1,0 +1,194 @@
+"""The command line as its users see it: real processes, exit codes, files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import tiny_model
+
+__all__ = ["tiny_model"]  # a fixture
+FAST = ["--num-blocks", "200", "--dtype", "float32"]
+
+
+def nanopd(*args: str, stdin: str | bytes = b"", **env: str) -> "subprocess.CompletedProcess[str]":
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [sys.executable, "-m", "nanopd", *args], input=data, capture_output=True, env=os.environ | env, timeout=300
+    )
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    return subprocess.CompletedProcess(args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model: Path) -> list[str]:
+    return ["--model", str(tiny_model), *FAST]
+
+
+def test_one_prompt_streams_its_text(options: Sequence[str]):
+    done = nanopd("generate", *options, "--max-tokens", "5", "--ignore-eos", "hello")
+    assert done.returncode == 0
+    assert done.stdout.endswith("\n")
+    assert len(done.stdout) > 1
+    assert nanopd("generate", *options, "--max-tokens", "5", "--ignore-eos", stdin="hello").stdout == done.stdout
+
+
+def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
+    done = nanopd(
+        "-v", "generate", *options, "--json", "--max-tokens", "3", "--ignore-eos", "--logprobs", "1", "a", "b"
+    )
+    (a, b) = rows(done.stdout)
+    assert {"id", "prompt_token_ids", "token_ids", "text", "finish_reason", "metrics", "logprobs"} <= a.keys()
+    assert (a["id"], b["id"], len(a["token_ids"])) == ("0", "1", 3)
+    assert {"queue_time", "time_to_first_token", "num_cached_tokens", "num_preemptions"} <= a["metrics"].keys()
+    assert "KV cache: 200 blocks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["generate", "--top-p", "3", "x"], 2, "top_p is 3.0"),
+        (["generate", "--no-such-option", "x"], 2, "No such option"),
+        (["generate", "--max-tokens", "many", "x"], 2, "max-tokens"),
+        (["nonsense"], 2, "No such command"),
+        (["generate", "--model", "/no/such/model", "x"], 2, "/no/such/model"),
+        (["generate", "--input", "/no/such/file"], 2, "No such file"),
+        (["generate", "--input", "x", "prompt"], 2, "exclude each other"),
+        (["generate", "--resume", "prompt"], 2, "go with --input"),
+        (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
+        (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_exit_code_2(args: list[str], code: int, says: str, options: Sequence[str]):
+    extra = options if "offline" in args else []
+    done = nanopd(*args, *extra)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert done.stdout == ""
+
+
+LINES = [
+    {"prompt": "plain"},
+    {"id": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    {"id": "ids", "prompt_token_ids": [1, 2, 3], "temperature": 0.5, "seed": 4},
+    "{broken",
+    {"id": "chat", "prompt": "the same id again"},
+    {"prompt": "x", "surprise": 1},
+    {"prompt": "x", "top_p": 7},
+    {"prompt": "x", "messages": []},
+    {"id": "long", "prompt": "x" * 1000},
+    {"id": "empty", "prompt": ""},
+    {"prompt": 5},
+    {"id": "stops", "prompt": "abc", "stop": ["q", "zz"], "stop_token_ids": [1]},
+    [1],
+    {"id": "bad ids", "prompt_token_ids": [10**30]},
+    {"id": "odd messages", "messages": "hi"},
+]
+GOOD = {"1", "chat", "ids", "stops"}
+
+
+def write_lines(path: Path, lines: Sequence[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_a_batch_of_good_and_bad_lines(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", LINES)
+    done = nanopd(
+        "generate", *options, "--input", str(path), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", "4"
+    )
+    assert done.returncode == 1, done.stderr
+    out = rows((tmp_path / "out.jsonl").read_text())
+    assert {row["id"] for row in out if "error" not in row} == GOOD
+    assert {row["line"] for row in out if "error" in row} == {4, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15}
+    for number in (4, 9, 13):
+        assert f"line {number}: " in done.stderr
+    assert done.stdout == ""
+
+
+def test_output_is_not_overwritten_and_resume_goes_on(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": f"prompt {i}"} for i in range(8)])
+    out = tmp_path / "out.jsonl"
+    command = ["generate", *options, "--input", str(path), "--output", str(out), "--max-tokens", "4", "--ignore-eos"]
+    assert nanopd(*command).returncode == 0
+    complete = {row["id"]: row["token_ids"] for row in rows(out.read_text())}
+    assert len(complete) == 8
+    done = nanopd(*command)
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+    kept = out.read_text().splitlines()[:3]
+    out.write_text("\n".join([*kept, '{"id": "r7", "error": "x"}', '{"id": "r6", "token_i']))  # cut short, as by a kill
+    assert nanopd(*command, "--resume").returncode == 0
+    resumed = rows(out.read_text())
+    assert out.read_text().splitlines()[:3] == kept
+    assert {row["id"]: row["token_ids"] for row in resumed} == complete
+    assert len(resumed) == 8
+
+
+def test_ctrl_c_keeps_what_is_finished(options: Sequence[str], tmp_path: Path):
+    lines = [{"id": f"r{i}", "prompt": "x" * (i % 40 + 1), "max_tokens": 2 + i % 60} for i in range(400)]
+    path, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = ["generate", *options, "--input", str(path), "--output", str(out), "--ignore-eos", "--max-num-seqs", "4"]
+    process = subprocess.Popen([sys.executable, "-m", "nanopd", *command], stderr=subprocess.PIPE)
+    while not (out.exists() and out.read_text().count("\n") >= 5):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert b"Traceback" not in err
+    finished = rows(out.read_text())
+    assert 5 <= len(finished) < 400
+    assert nanopd(*command, "--resume").returncode == 0
+    assert {row["id"] for row in rows(out.read_text())} == {f"r{i}" for i in range(400)}
+
+
+def test_n_completions_as_json_and_as_text(options: Sequence[str]):
+    args = ["generate", *options, "--n", "2", "--temperature", "1", "--max-tokens", "3", "--ignore-eos", "x"]
+    (row,) = rows(nanopd(*args, "--json").stdout)
+    assert [len(c["token_ids"]) for c in row["outputs"]] == [3, 3]
+    assert nanopd(*args).stdout.count("--- 0") == 2
+
+
+def test_chat_keeps_the_conversation_until_reset(options: Sequence[str]):
+    args = ["chat", *options, "--max-tokens", "4", "--ignore-eos"]
+    done = nanopd(*args, stdin="hi\n/reset\nhi\n\n/exit\nnever\n")
+    assert done.returncode == 0
+    first, reset, second = done.stdout.splitlines()
+    assert "forgotten" in reset
+    assert first == second
+    too_long = nanopd(*args, stdin="x" * 600 + "\nhi\n")
+    assert "max_model_len is 512" in too_long.stderr
+    assert too_long.stdout.splitlines() == [first], "the line that did not fit is not in the history"
+
+
+def test_bench_offline_json(options: Sequence[str]):
+    args = ["--requests", "3", "--input-len", "5-9", "--output-len", "4", "--shared-prefix", "32", "--json"]
+    (row,) = rows(nanopd("bench", "offline", *options, *args).stdout)
+    assert {"engine", "model", "dtype", "seconds", "output_tokens_per_s", "ttft_p50_ms", "itl_p99_ms"} <= row.keys()
+    assert (row["requests"], row["output_tokens"], row["cached_tokens"]) == (3, 12, 64)
+
+
+def test_model_list(tmp_path: Path):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "config.json").write_text("{}")
+    (row,) = rows(nanopd("model", "list", "--json", NANOPD_CACHE=str(tmp_path)).stdout)
+    assert row == {"name": "mine", "path": str(tmp_path / "models" / "mine")}
+
+
+def test_version_and_help():
+    assert nanopd("--version").stdout.startswith("nanopd 0.")
+    done = nanopd("generate", "--help")
+    for option in ("--max-num-batched-tokens", "--no-prefix-caching", "--kv-layout", "--stop-token-id", "--seed"):
+        assert option in done.stdout
