@@ -32,8 +32,11 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(model_app, name="model")
 
 # Options whose name on the command line is not the field's, or whose default there is another.
-_NAMES = {"enable_prefix_caching": "--prefix-caching/--no-prefix-caching", "stop_token_ids": "--stop-token-id"}
-_NAMES["skip_special_tokens"] = "--skip-special-tokens/--no-skip-special-tokens"
+_NAMES = {
+    "enable_prefix_caching": "--prefix-caching/--no-prefix-caching",
+    "skip_special_tokens": "--skip-special-tokens/--no-skip-special-tokens",
+    "stop_token_ids": "--stop-token-id",
+}
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 
 
