@@ -72,9 +72,11 @@ class ForwardContext:
 
 
 class CPUAttention:
-    """The plain backend: for each request, collect its K and V by the block table and call torch's attention.
+    """The plain backend: collect each request's K and V by its block table, and call torch's attention on them.
 
-    Right first: it copies the whole context of every request in every layer.
+    Prefill chunks are computed one request at a time. Decodes are computed together, those of similar length in one
+    call: the shorter ones are padded with whatever is there, and a mask hides it. All of the context is copied in every
+    layer; that is the price of having no kernel of our own.
     """
 
     def compute_slot_mapping(
@@ -84,12 +86,15 @@ class CPUAttention:
         out[:] = block_table[request, positions // block_size].long() * block_size + positions % block_size
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        self._slot_mapping = metadata.slot_mapping
-        self._requests: list[_Span] = []
-        start = 0
+        """Groups the requests of this step: [query_len 1, seq_len within a factor of 2], or one chunk alone."""
+        self._slot_mapping, self._groups = metadata.slot_mapping, list[_Group]()
+        groups: dict[tuple[int, ...], list[int]] = {}
         for i, (query_len, seq_len) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list)):
-            self._requests.append(_Span(slice(start, start + query_len), metadata.block_table[i].long(), seq_len))
-            start += query_len
+            groups.setdefault((seq_len.bit_length(),) if query_len == 1 else (query_len, i), []).append(i)
+        for key, rows in groups.items():
+            first, query_len = metadata.query_start_loc[rows].long(), 1 if len(key) == 1 else key[0]
+            tokens = first.unsqueeze(1) + torch.arange(query_len)
+            self._groups.append(_Group(tokens, metadata.block_table[rows].long(), metadata.seq_lens[rows].long()))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -98,37 +103,38 @@ class CPUAttention:
         slots = (self._slot_mapping // block_size, self._slot_mapping % block_size)
         k_cache[slots], v_cache[slots] = key, value
         output = torch.empty_like(query)
-        for request in self._requests:
-            blocks = request.block_table[: -(-request.seq_len // block_size)]
-            k = k_cache[blocks].flatten(0, 1)[: request.seq_len]  # [seq_len, Hkv, D]
-            v = v_cache[blocks].flatten(0, 1)[: request.seq_len]
-            q = query[request.tokens]  # [query_len, Hq, D]
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, D]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=request.mask(window), enable_gqa=True)
-            output[request.tokens] = out[0].transpose(0, 1)
+        for group in self._groups:
+            longest = int(group.seq_lens.max())
+            blocks = group.block_table[:, : -(-longest // block_size)]
+            k, v = (cache[blocks].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))  # [n, longest, Hkv, D]
+            v = v.masked_fill(group.padding(longest), 0)  # a weight of 0 does not hide a NaN
+            q = query[group.tokens]  # [n, query_len, Hq, D]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, tokens, D]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask(longest, window), enable_gqa=True)
+            output[group.tokens] = out.transpose(1, 2)
         return output
 
 
 @dataclass(slots=True)
-class _Span:
-    """One request in the batch: where its new tokens stand, its blocks, and how long it will be."""
+class _Group:
+    """Requests of equal query length: their tokens in the batch [n, query_len], block tables, and lengths [n]."""
 
-    tokens: slice
+    tokens: Tensor
     block_table: Tensor
-    seq_len: int
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    seq_lens: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Which of seq_len positions each new token sees, bool [query_len, seq_len]; None: all of them."""
+    def padding(self, longest: int) -> Tensor:
+        """Positions beyond a request's end, bool [n, longest, 1, 1]."""
+        return (torch.arange(longest) >= self.seq_lens.unsqueeze(1)).view(len(self.seq_lens), longest, 1, 1)
+
+    def mask(self, longest: int, window: int | None) -> Tensor:
+        """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it."""
         if window not in self.masks:
-            query_len = self.tokens.stop - self.tokens.start
-            if query_len == 1 and (window is None or window >= self.seq_len):
-                self.masks[window] = None
-            else:
-                position = torch.arange(self.seq_len - query_len, self.seq_len).unsqueeze(1)
-                other = torch.arange(self.seq_len)
-                mask = other <= position
-                self.masks[window] = mask if window is None else mask & (other > position - window)
+            query_len, other = self.tokens.shape[1], torch.arange(longest)
+            position = (self.seq_lens.view(-1, 1) - query_len + torch.arange(query_len)).unsqueeze(2)
+            mask = (other <= position) & (other > position - (window or longest + 1))
+            self.masks[window] = mask.unsqueeze(1)
         return self.masks[window]
 
 
