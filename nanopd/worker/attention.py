@@ -107,9 +107,9 @@ class CPUAttention:
             longest = int(group.seq_lens.max())
             blocks = group.block_table[:, : -(-longest // block_size)]
             k, v = (cache[blocks].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))  # [n, longest, Hkv, D]
-            v = v.masked_fill(group.padding(longest), 0)  # a weight of 0 does not hide a NaN
-            q = query[group.tokens]  # [n, query_len, Hq, D]
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, tokens, D]
+            if len(group.seq_lens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
+                k, v = (x.masked_fill(group.padding(longest), 0) for x in (k, v))
+            q, k, v = (x.transpose(1, 2) for x in (query[group.tokens], k, v))  # [n, heads, tokens, D]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask(longest, window), enable_gqa=True)
             output[group.tokens] = out.transpose(1, 2)
         return output

@@ -29,6 +29,8 @@ EOS = 2
 class SchedulerMachine(RuleBasedStateMachine):
     """What can happen to a scheduler, in any order."""
 
+    steps = 0  # of all machines together
+
     @initialize(
         num_blocks=st.integers(2, 24),
         block_size=st.sampled_from([1, 2, 4]),
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, n, seed):
         rng = random.Random(seed)
         for _ in range(n):
+            SchedulerMachine.steps += 1
             self.driver.step({request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests})
 
     @rule(data=st.data())
@@ -152,4 +155,7 @@ def test_random_lives():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_random_lives_for_100_000_steps():
+    before = SchedulerMachine.steps
     run(examples=2500, steps=100)
+    print("steps of the scheduler:", SchedulerMachine.steps - before)
+    assert SchedulerMachine.steps - before >= 100_000

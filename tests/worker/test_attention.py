@@ -1,0 +1,101 @@
+"""The CPU backend against attention written out in float64, on mixed batches, in all layouts."""
+
+import math
+
+import pytest
+import torch
+
+from nanopd.config import LAYOUTS, EngineConfig, KVLayout, UserError
+from nanopd.worker.attention import AttentionMetadata, CPUAttention, choose_backend
+from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
+from tests.worker.models import tiny_config
+
+BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, DIM = 4, 60, 6, 2, 8
+BATCHES = {
+    "decodes of all lengths": ([1] * 8, [1, 2, 4, 5, 8, 9, 31, 17]),
+    "one chunk, no context": ([13], [13]),
+    "chunks and decodes": ([3, 1, 7, 1, 1], [20, 9, 7, 9, 40]),
+    "a chunk that ends a block": ([4], [12]),
+}
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """q [n, Hq, D], the last n of k, v [L, Hkv, D]; in float64."""
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(HEADS // KV_HEADS, 1),
+        v.double().repeat_interleave(HEADS // KV_HEADS, 1),
+    )
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
+    for i in range(len(q)):
+        position = len(k) - len(q) + i
+        for j in range(len(k)):
+            if j > position or (window is not None and j <= position - window):
+                scores[:, i, j] = -math.inf
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_against_dense_attention(name: str, layout: KVLayout, window: int | None):
+    torch.manual_seed(0)
+    query_lens, seq_lens = BATCHES[name]
+    cache = KVCache.allocate(tiny_config(KV_HEADS, DIM), NUM_BLOCKS, BLOCK_SIZE, layout, torch.float32, "cpu")
+    cache.memory.fill_(math.nan)  # whatever no request holds, and the tails of blocks, must not matter
+    k_cache, v_cache = cache.layers[1]
+    free, tables, keys, values = iter(torch.randperm(NUM_BLOCKS).tolist()), [], [], []
+    longest = -(-max(seq_lens) // BLOCK_SIZE)
+    for query_len, seq_len in zip(query_lens, seq_lens):
+        table = [next(free) for _ in range(-(-seq_len // BLOCK_SIZE))]
+        tables.append(table + [0] * (longest - len(table)))  # what stands behind a table means nothing
+        keys.append(torch.randn(seq_len, KV_HEADS, DIM))
+        values.append(torch.randn(seq_len, KV_HEADS, DIM))
+        for position in range(seq_len - query_len):
+            slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            k_cache[slot], v_cache[slot] = keys[-1][position], values[-1][position]
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens)])
+    block_table, slots = torch.tensor(tables, dtype=torch.int32), torch.empty(len(positions), dtype=torch.int64)
+    backend = CPUAttention()
+    backend.compute_slot_mapping(positions, starts, block_table, BLOCK_SIZE, slots)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    backend.plan(AttentionMetadata(starts, lens, block_table, slots, query_lens, seq_lens))
+    query = torch.randn(sum(query_lens), HEADS, DIM)
+    new_k = torch.cat([k[len(k) - n :] for k, n in zip(keys, query_lens)])
+    new_v = torch.cat([v[len(v) - n :] for v, n in zip(values, query_lens)])
+    output = backend(query, new_k, new_v, k_cache, v_cache, window)
+    for i, (start, n) in enumerate(zip(starts.tolist(), query_lens)):
+        expected = dense(query[start : start + n], keys[i], values[i], window)
+        torch.testing.assert_close(output[start : start + n].double(), expected, atol=1e-5, rtol=1e-4)
+    assert torch.isnan(cache.layers[0][0]).all(), "another layer was touched"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_share_one_allocation(layout: KVLayout):
+    model = tiny_config(KV_HEADS, DIM)
+    cache = KVCache.allocate(model, NUM_BLOCKS, BLOCK_SIZE, layout, torch.bfloat16, "cpu")
+    assert cache.memory.nbytes == NUM_BLOCKS * bytes_per_block(model, BLOCK_SIZE, torch.bfloat16)
+    assert cache.memory.is_contiguous()
+    assert not cache.memory.any()
+    for layer, pair in enumerate(cache.layers):
+        for kv, view in enumerate(pair):
+            assert view.shape == (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, DIM)
+            view[7, 3] = 1 + layer * 2 + kv
+    index = {"kv_first": (0, 0, 7), "blocks_first": (0, 7, 0), "cross_layer": (7, 0, 0)}[layout]
+    assert cache.memory[index][3].unique().tolist() == [1.0]
+    if layout == "cross_layer":  # a block of all layers is one run of memory
+        assert cache.memory[7].is_contiguous()
+        assert cache.memory[7].any(dim=-1).all(dim=-1).sum() == model.num_layers * 2
+
+
+def test_backends():
+    assert isinstance(choose_backend("auto", "cpu"), CPUAttention)
+    assert isinstance(choose_backend("cpu", "cuda"), CPUAttention)
+
+
+def test_a_budget_smaller_than_a_block_is_refused():
+
+    with pytest.raises(UserError, match="less than one block"):
+        plan_num_blocks(EngineConfig(kv_cache_memory="100"), tiny_config(KV_HEADS, DIM), torch.float32, "cpu")
+    assert plan_num_blocks(EngineConfig(num_blocks=3), tiny_config(KV_HEADS, DIM), torch.float32, "cpu") == 3
