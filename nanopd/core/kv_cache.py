@@ -8,7 +8,8 @@ A hash covers its block *and everything before it*, so equal hashes mean equal p
 the chain: no hole is possible. Rules K1-K10; lessons 02 and 03.
 
 This module decides; it moves no bytes. What it says is cached may still have to be computed in the step it was planned
-for: that is safe, because in each layer a step writes all its K and V before any attention reads them.
+for: that is safe, because in each layer a step writes all its K and V before any attention reads them. If the step does
+not finish, `uncache_blocks` takes the promise back.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.tables: dict[str, list[KVCacheBlock]] = {}  # request id -> its blocks, in order of position
-        self._num_cached: dict[str, int] = {}  # request id -> how many blocks of its table were offered to the cache
+        self._num_offered: dict[str, int] = {}  # request id -> how many blocks of its table were offered to the cache
 
     @property
     def usage(self) -> float:
@@ -122,7 +123,7 @@ class KVCacheManager:
             new = [*hits, *self.pool.get_new_blocks(max(num_new_blocks, 0))]
             if not table:
                 self.tables[request.request_id] = table
-                self._num_cached[request.request_id] = len(hits)
+                self._num_offered[request.request_id] = len(hits)
             table.extend(new)
         else:
             new = []
@@ -135,17 +136,22 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         num_full = num_tokens // self.block_size
-        start = self._num_cached[request.request_id]
+        start = self._num_offered[request.request_id]
         if num_full > start:
             table = self.tables[request.request_id]
             for i in range(start, num_full):
                 self.pool.cache(table[i], request.block_hashes[i])
-            self._num_cached[request.request_id] = num_full
+            self._num_offered[request.request_id] = num_full
+
+    def uncache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Takes the blocks beyond the first `num_tokens` tokens out of the hash table: they were never computed."""
+        for block in self.tables[request.request_id][num_tokens // self.block_size :]:
+            self.pool.evict(block)
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request, last block first (rule K6). Without blocks, does nothing."""
         self.pool.free(reversed(self.tables.pop(request.request_id, ())))
-        self._num_cached.pop(request.request_id, None)
+        self._num_offered.pop(request.request_id, None)
 
     def get_num_common_prefix_blocks(self, running: Sequence[Request]) -> int:
         """How many blocks at the start of their tables all running requests share (for cascade attention).

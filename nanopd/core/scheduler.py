@@ -66,6 +66,7 @@ class Scheduler:
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
         self.reclaiming: dict[str, Request] = {}  # ended, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
+        self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
 
     # ---------------------------------------------------------------- requests come and go
@@ -81,11 +82,11 @@ class Scheduler:
         if request.num_tokens >= self.max_model_len:
             raise UserError(
                 f"The prompt has {request.num_tokens} tokens, and max_model_len is {self.max_model_len} for prompt and "
-                f"output together; shorten it to at most {self.max_model_len - 1} tokens or raise max_model_len."
+                f"output together; shorten it to at most {self.max_model_len - 1} tokens."
             )
+        self.kv.update_block_hashes(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
-        self.kv.update_block_hashes(request)
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -108,8 +109,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decides one step. Raises RuntimeError if the engine could never go on (rule S11: that would be a bug)."""
-        output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
-        self._finished_req_ids = set()
+        output = SchedulerOutput(finished_req_ids=self._finished_req_ids | self._lost_req_ids)
+        self._finished_req_ids, self._lost_req_ids = set(), set()
         self._schedule_running(output)
         lookups_pending = False
         if not output.preempted_req_ids:  # whoever was just thrown out must not come back past those who stayed (S4)
@@ -123,6 +124,22 @@ class Scheduler:
             self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
         self._num_scheduled += output.total_num_scheduled_tokens
         return output
+
+    def take_back(self, output: SchedulerOutput) -> None:
+        """A planned step was not carried out: what it was to compute is not there, and must not be found by a lookup.
+
+        Everyone in it is preempted: the worker may have got half-way with them, and forgets them this way too.
+        """
+        planned = [r for r in self.running if r.request_id in output.num_scheduled_tokens]
+        known = {r.request_id for r in output.scheduled_cached_reqs}
+        for request in reversed(planned):
+            good = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
+            if request.request_id not in known:
+                good -= request.num_external_tokens  # these may have been about to come with the step
+            self.kv.uncache_blocks(request, good)
+            self._preempt(request)
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        self._lost_req_ids |= output.finished_req_ids | output.preempted_req_ids | {r.request_id for r in planned}
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
@@ -186,7 +203,7 @@ class Scheduler:
             queue.popleft()
             block_ids = self.kv.get_block_ids(request.request_id)
             if not holds_blocks:
-                self._count_hits(request, num_computed)
+                self._count_hits(request, len(hits) * self.kv.block_size, num_external)
                 request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
                 if self.connector and request.ask_connector:
                     self.connector.update_state_after_alloc(request, block_ids, num_external)
@@ -223,6 +240,10 @@ class Scheduler:
         if request.request_id not in self.finished_recving_kv_req_ids:
             return False
         self.finished_recving_kv_req_ids.remove(request.request_id)
+        num_local = (request.num_computed_tokens - request.num_external_tokens) // self.kv.block_size
+        if any(block.block_hash is None for block in self.kv.tables[request.request_id][:num_local]):
+            self._forget_external_tokens(request)  # what it found here was of a step that was taken back
+            return True
         self.kv.cache_blocks(request, request.num_computed_tokens)  # K8: the delayed registration
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1  # all is there, but to sample we need the last token's logits
@@ -334,12 +355,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------- what others may look at
 
-    def _count_hits(self, request: Request, num_cached: int) -> None:
+    def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
         self._num_queried += request.num_tokens
-        self._num_hit += num_cached
+        self._num_hit += num_local
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
-            request.metrics.num_cached_tokens = num_cached
+            request.metrics.num_cached_tokens = num_local + num_external
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Starts in the order of the knowledge map: config, device, weights, profile, plan of the blocks, cache and
-    scheduler, capture of the graphs.
+    """Starts in this order: config, device, weights, profile, plan of the blocks, cache and scheduler, graphs.
 
     Args:
         config: what the user asked for.
@@ -91,9 +90,16 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[EngineCoreOutput]:
-        """One step of the engine. Returns what is new, request by request."""
+        """One step of the engine. Returns what is new, request by request.
+
+        If the computation does not finish (Ctrl-C, out of memory), the plan is taken back: the engine stays usable.
+        """
         scheduler_output = self.scheduler.schedule()
-        output = self.runner.execute_model(scheduler_output)
+        try:
+            output = self.runner.execute_model(scheduler_output)
+        except BaseException:
+            self.scheduler.take_back(scheduler_output)
+            raise
         news = self.scheduler.update_from_output(scheduler_output, output)
         if self.config.check_invariants:
             self.scheduler.check_invariants()

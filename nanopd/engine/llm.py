@@ -5,9 +5,9 @@ A program written for vLLM's `LLM` and `SamplingParams` changes an import. Under
 """
 
 import dataclasses
+import hashlib
 import itertools
 import logging
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,12 +24,8 @@ Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with {"cache_salt": text} if wanted."""
 
 # Options of vLLM that mean nothing here; with the values that ask for nothing they are accepted.
-_VLLM_ONLY = {
-    "tensor_parallel_size": 1,
-    "trust_remote_code": False,
-    "enforce_eager": None,
-    "gpu_memory_utilization": None,
-}
+_VLLM_ONLY: dict[str, Any] = {"tensor_parallel_size": 1, "trust_remote_code": False}
+_VLLM_ONLY |= dict.fromkeys(("enforce_eager", "gpu_memory_utilization", "swap_space", "disable_log_stats"))
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,7 +96,6 @@ class LLM:
         self.tokenizer = load_tokenizer(self.core.model_path)
         self.eos_token_ids = self.core.model.config.eos_token_ids or self.tokenizer.eos_token_ids
         self._running: dict[str, _Running] = {}
-        self._seeds = random.Random(self.config.seed)
         self._ids = itertools.count()
 
     # ---------------------------------------------------------------- all at once
@@ -109,8 +104,9 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Completes all prompts and returns the outputs in their order.
+        """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
         Raises UserError before anything runs if one of the prompts cannot be served.
         """
@@ -134,6 +130,7 @@ class LLM:
         self,
         messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """The same for one conversation or a list of them: [{"role": "user", "content": …}, …]."""
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -146,11 +143,17 @@ class LLM:
         """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served."""
         request_id = request_id if request_id is not None else str(next(self._ids))
         text, token_ids, cache_salt = self._tokenize(prompt)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        seed = params.seed
+        if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
+            digest = hashlib.blake2b(f"{self.config.seed}/{request_id}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
         requests = []
         for i in range(params.n):
             own = dataclasses.replace(params, n=1, seed=(seed + i) % 2**63)
             child_id = request_id if params.n == 1 else f"{request_id}#{i}"
+            if child_id in self._running:
+                raise UserError(f"Request id {request_id!r} is already in use.")
             requests.append(Request(child_id, token_ids, own, self.eos_token_ids, cache_salt))
         completions = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         output = RequestOutput(request_id, text, token_ids, completions, requests[0].metrics)
@@ -219,13 +222,16 @@ class LLM:
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+        if salt is not None and not isinstance(salt, str):
+            raise UserError(f"cache_salt is {salt!r}; it must be a text.")
         if token_ids is not None:
-            size = self.core.model.config.vocab_size
-            if not isinstance(token_ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in token_ids):
-                raise UserError(
-                    f"prompt_token_ids must be a list of token ids of this model's vocabulary, 0 to {size - 1}."
-                )
+            self._check_token_ids("prompt_token_ids", token_ids)
             return text, list(token_ids), salt
-        if not isinstance(text, str):
+        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):  # half a pair: not UTF-8
             raise UserError('A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
         return text, self.tokenizer.encode(text), salt
+
+    def _check_token_ids(self, name: str, ids: Any) -> None:
+        size = self.core.model.config.vocab_size
+        if not isinstance(ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in ids):
+            raise UserError(f"{name} must be a list of token ids of this model's vocabulary, 0 to {size - 1}.")

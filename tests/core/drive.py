@@ -69,6 +69,8 @@ class Driver:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     transfers: KVConnectorOutput | None = None  # reported with the next step
     next_token: int = 10
+    # What was written where: (block, offset) -> the whole sequence up to that token. A read must find its own.
+    content: dict[tuple[int, int], object] = dataclasses.field(default_factory=dict)
 
     def schedule(self) -> SchedulerOutput:
         """One plan, checked against the rules that hold for every plan."""
@@ -107,9 +109,42 @@ class Driver:
             self.computed[request_id] = end
         return output
 
+    def _write(self, request: Request, start: int, end: int) -> None:
+        table, size = self.scheduler.kv.get_block_ids(request.request_id), self.scheduler.kv.block_size
+        for position in range(start, end):
+            key = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+            self.content[table[position // size], position % size] = key
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """What the model would do: everyone writes, then everyone reads all that comes before its last token."""
+        requests = [(self.scheduler.requests[i], n) for i, n in output.num_scheduled_tokens.items()]
+        for request, num_new in requests:
+            start = request.num_computed_tokens - num_new
+            if request.num_external_tokens and request.num_external_tokens <= start:  # brought with the step, if at all
+                connector = self.scheduler.connector
+                if isinstance(connector, FakeConnector) and not connector.load_async:
+                    self._write(request, start - request.num_external_tokens, start)
+                    request.num_external_tokens = 0
+            self._write(request, start, request.num_computed_tokens)
+        for request, _ in requests:
+            table, size = self.tables[request.request_id], self.scheduler.kv.block_size
+            for position in range(request.num_computed_tokens):
+                expected = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+                found = self.content.get((table[position // size], position % size))
+                assert found == expected, f"{request} reads at {position} what was never written there for it"
+
+    def _land(self, transfers: KVConnectorOutput) -> None:
+        """Remote data arrives in the blocks of those who wait for it."""
+        for request_id in transfers.finished_recving & self.scheduler.loading:
+            request = self.scheduler.requests[request_id]
+            self._write(request, request.num_computed_tokens - request.num_external_tokens, request.num_computed_tokens)
+
     def step(self, tokens: dict[str, int] | None = None) -> SchedulerOutput:
         """A whole step. `tokens` says what is sampled for whom; others get fresh ones."""
         output = self.schedule()
+        self.execute(output)
+        if self.transfers:
+            self._land(self.transfers)
         sampled = {}
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
@@ -121,6 +156,11 @@ class Driver:
         self.take(news)
         self.scheduler.check_invariants()
         return output
+
+    def fail_step(self) -> None:
+        """A step is planned, and the computation does not finish."""
+        self.scheduler.take_back(self.schedule())
+        self.scheduler.check_invariants()
 
     def take(self, news: list[EngineCoreOutput]) -> None:
         for item in news:

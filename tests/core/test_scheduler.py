@@ -392,6 +392,40 @@ def test_s11_waiting_for_a_load_is_no_dead_end():
         assert driver.step().num_scheduled_tokens == {}
 
 
+# ------------------------------------------------------------------ a step that does not finish
+
+
+def test_what_was_planned_but_never_computed_cannot_be_found():
+    driver = start(make_request("a", list(range(20))), make_request("b", [*range(20), 5]))
+    driver.fail_step()
+    assert not driver.scheduler.kv.pool.cached_block_hash_to_block
+    assert [r.request_id for r in driver.scheduler.waiting] == ["a", "b"]
+    driver.run()  # `execute` checks every read
+    assert driver.reasons == {"a": "length", "b": "length"}
+
+
+def test_a_failed_step_keeps_what_earlier_steps_computed_and_tells_the_worker_again_who_finished():
+    a, b = make_request("a", 17, max_tokens=9), make_request("b", 4, max_tokens=1)
+    driver = start(a, b)
+    driver.step()
+    assert driver.reasons == {"b": "length"}
+    driver.fail_step()
+    output = driver.step()
+    assert {"a", "b"} <= output.finished_req_ids, "the worker may have missed it"
+    assert output.num_scheduled_tokens == {"a": 18 - 16}, "the blocks of the first step were still good"
+    driver.run()
+
+
+def test_a_remote_load_that_built_on_a_failed_step_is_computed_here():
+    connector = FakeConnector()
+    driver = start(make_request("a", list(range(20))), make_request("r", [*range(20), 1, 2, 3]), connector=connector)
+    connector.remote["r"] = 23
+    driver.fail_step()
+    driver.transfers = KVConnectorOutput(finished_recving={"r"})
+    driver.run()
+    assert driver.reasons == {"a": "length", "r": "length"}
+
+
 # ------------------------------------------------------------------ ends
 
 

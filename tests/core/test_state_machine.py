@@ -85,6 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerMachine.steps += 1
             self.driver.step({request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests})
 
+    @rule()
+    def a_step_fails(self):
+        self.driver.fail_step()
+
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.requests)
     def abort(self, data):
