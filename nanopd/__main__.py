@@ -1,5 +1,18 @@
-"""`python -m nanopd` is the same as `nanopd`."""
+"""Where `nanopd` and `python -m nanopd` start. Even the imports can be interrupted without a traceback."""
 
-from nanopd.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """The console script."""
+    try:
+        from nanopd import cli
+
+        code = cli.main()
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -46,20 +47,22 @@ def read_lines(file: IO[bytes]) -> Iterator[Line]:
             continue
         line = Line(number, str(number), {})
         try:
-            fields = msgspec.json.decode(raw)
+            fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
             if not isinstance(fields, dict):
                 raise UserError("a line must hold a JSON object")
-            line.id = str(fields.pop("id", number))
+            if type(id := fields.pop("id", number)) not in (str, int):
+                raise UserError(f"id is {id!r}; it must be a text or a whole number")
+            line.id = str(id)
+            if line.id in seen:
+                raise UserError(f"id {line.id!r} appeared before; ids must differ")
             if sum(name in fields for name in _PROMPTS) != 1:
                 raise UserError(f"a line needs one of {', '.join(_PROMPTS)}")
             if unknown := sorted(fields.keys() - _SAMPLING - {*_PROMPTS, "cache_salt"}):
                 raise UserError(
                     f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(sorted(_SAMPLING))}"
                 )
-            if line.id in seen:
-                raise UserError(f"id {line.id!r} appeared before; ids must differ")
             line.fields = fields
-        except (msgspec.DecodeError, UserError) as error:
+        except (msgspec.DecodeError, RecursionError, UserError) as error:
             line.error = str(error)
         seen.add(line.id)
         yield line
@@ -94,24 +97,19 @@ def run_file(
 ) -> int:
     """Requests from a file (`-`: stdin) to a file (None: stdout). Returns the exit code."""
     with contextlib.ExitStack() as stack:
-        try:
-            source = sys.stdin.buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
-        except OSError as error:
-            raise UserError(f"--input {input}: {error.strerror}.") from None
-        total = None if str(input) == "-" else sum(1 for line in source if line.strip())
+        source = sys.stdin.buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
+        total = sum(1 for line in source if line.strip()) if source.seekable() else None
         if total is not None:
             source.seek(0)
         done: set[str] = set()
-        sink: IO[str] = sys.stdout
-        if output is not None:
-            if resume:
-                done = _keep_finished(output)
-            elif output.exists() and output.stat().st_size:
+        if output is not None and output.is_file() and output.stat().st_size:
+            if input.exists() and output.samefile(input):
+                raise UserError("--input and --output are the same file.")
+            if not resume:
                 raise UserError(f"--output {output} exists; add --resume to go on with it, or choose another name.")
-            try:
-                sink = stack.enter_context(output.open("a", encoding="utf-8"))
-            except OSError as error:
-                raise UserError(f"--output {output}: {error.strerror}.") from None
+            done = _drop_unfinished(output.resolve())
+        llm = load()
+        sink = sys.stdout if output is None else stack.enter_context(output.open("a", encoding="utf-8"))
 
         def write(row: dict[str, Any]) -> None:
             text = json.dumps(row)
@@ -120,24 +118,30 @@ def run_file(
                 print(text, flush=True)
 
         lines = (line for line in read_lines(source) if line.id not in done)
-        return _run(load(), sampling, lines, write, None if total is None else total - len(done))
+        return _run(llm, sampling, lines, write, None if total is None else total - len(done))
 
 
-def _keep_finished(output: Path) -> set[str]:
-    """Ids already answered. Rows with an error and a last line cut short are dropped, to be tried again."""
-    if not output.exists():
-        return set()
+def _drop_unfinished(output: Path) -> set[str]:
+    """Ids already answered. Rows with an error, and a last line cut short, leave the file, to be tried again.
+
+    Raises UserError, and touches nothing, if the file holds anything that we did not write.
+    """
     kept: dict[str, bytes] = {}
-    for raw in output.read_bytes().splitlines():
+    *lines, last = output.read_bytes().split(b"\n")  # `last` is empty, or was cut short
+    for raw in lines:
         try:
             row = msgspec.json.decode(raw)
-            if isinstance(row, dict) and "error" not in row and row.get("finish_reason"):
-                kept[str(row["id"])] = raw
-        except (msgspec.DecodeError, KeyError):
-            continue
-    temporary = output.with_name(output.name + ".tmp")
-    temporary.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
-    os.replace(temporary, output)
+            if "error" not in row and row["finish_reason"]:
+                kept[row["id"]] = raw
+        except (msgspec.DecodeError, KeyError, TypeError):
+            raise UserError(
+                f"--output {output} holds lines that are no answers of nanopd; choose another file."
+            ) from None
+    if last or len(kept) < len(lines):
+        temporary = output.with_name(output.name + ".tmp")
+        temporary.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
+        shutil.copymode(output, temporary)
+        os.replace(temporary, output)
     return set(kept)
 
 
@@ -157,7 +161,7 @@ def _run(
     def note(text: str) -> None:
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with bar, _stop_on_signal() as interrupted:
+    with bar, stop_on_signal() as interrupted:
         while (more or unfinished) and not interrupted():
             while more and unfinished < ahead:
                 line = next(lines, None)
@@ -182,7 +186,7 @@ def _run(
             state = f"{s.num_running} running, {s.num_waiting} waiting · KV {s.kv_cache_usage:.0%} · {failed} failed"
             bar.update(task, description=f"{rate:.0f} tokens/s · {state}", completed=finished + failed)
         if interrupted():
-            note("Interrupted. What has finished is written; with --output, --resume goes on from there.")
+            note("Interrupted. What has finished is kept; with --output, --resume goes on from there.")
             return 130
     return 1 if failed else 0
 
@@ -195,12 +199,14 @@ def add(llm: "LLM", sampling: SamplingParams, fields: dict[str, Any], id: str | 
         raise UserError(str(error)) from None
     prompt = {k: v for k, v in fields.items() if k not in _SAMPLING}
     if "messages" in prompt:
+        if not prompt["messages"] or not isinstance(prompt["messages"], list):
+            raise UserError('messages must be a list like [{"role": "user", "content": "..."}].')
         prompt["prompt_token_ids"] = llm.tokenizer.apply_chat_template(prompt.pop("messages"))
     return llm.add_request(prompt, params, id)
 
 
 @contextlib.contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Ctrl-C ends the run between two steps, so that no answer is half written. A second one ends at once."""
     seen: list[int] = []
 

@@ -7,15 +7,17 @@ holds one JSON object a line and nothing else; what is for people goes to standa
 Nothing heavy is imported before a command needs it: `nanopd --help` must answer at once.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import logging
+import os
 import sys
 import typing
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -25,7 +27,7 @@ from nanopd.config import EngineConfig, SamplingParams, UserError
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM, RequestOutput
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure.", rich_markup_mode=None)
 model_app = typer.Typer(no_args_is_help=True, help="List and fetch models.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
@@ -84,6 +86,7 @@ sampling_options = options_of(SamplingParams, skip=("seed",))  # --seed is the e
 
 @app.callback(invoke_without_command=True)
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what the engine does at start.")] = False,
 ) -> None:
@@ -91,7 +94,8 @@ def _main(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
     if version:
         print(f"nanopd {__version__}")
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _load(config: EngineConfig) -> "LLM":
@@ -123,36 +127,45 @@ def generate(
     """
     from nanopd import batch
 
-    if input is not None and prompts:
-        raise UserError("Prompts and --input exclude each other; put the prompts into the file.")
-    if (output is not None or resume) and input is None:
-        raise UserError("--output and --resume go with --input.")
+    if input is not None and (prompts or as_chat):
+        raise UserError('Prompts and --chat exclude --input; write the prompts, or {"messages": ...}, into the file.')
+    if (output is not None and input is None) or (resume and output is None):
+        raise UserError("--output goes with --input, and --resume with --output.")
     if input is not None:
         raise typer.Exit(batch.run_file(partial(_load, engine), sampling, input, output, resume, as_json))
-    texts = prompts or [sys.stdin.read()]
+    texts = prompts or [_stdin().read()]
     llm = _load(engine)
     todo = [{"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text} for text in texts]
-    if len(todo) == 1 and not as_json and sampling.n == 1:
-        _stream(llm, batch.add(llm, sampling, todo[0]))
-    else:
+    if len(todo) > 1 or as_json or sampling.n > 1:
         raise typer.Exit(batch.run_prompts(llm, sampling, todo, as_json))
+    if _stream(llm, batch.add(llm, sampling, todo[0])) is None:
+        raise typer.Exit(130)
 
 
-def _stream(llm: "LLM", output: "RequestOutput") -> str:
-    """Prints a completion as it comes. Ctrl-C ends it and leaves the engine usable."""
-    shown = 0
+def _stdin() -> TextIO:
+    if sys.stdin is None:
+        raise UserError("There is no prompt, and standard input is closed.")
+    if sys.stdin.isatty():
+        print("(type a prompt, then Ctrl-D)", file=sys.stderr)
+    return sys.stdin
+
+
+def _stream(llm: "LLM", output: "RequestOutput") -> str | None:
+    """Prints a completion as it comes and returns it; None if Ctrl-C ended it, which leaves the engine usable."""
+    from nanopd.batch import stop_on_signal
+
     (completion,) = output.outputs
     try:
-        while not output.finished:
-            llm.step()
-            print(completion.text[shown:], end="", flush=True)
-            shown = len(completion.text)
-    except BaseException:
-        llm.abort_requests([output.request_id])
-        raise
+        with stop_on_signal() as interrupted:
+            shown = 0
+            while not output.finished and not interrupted():
+                llm.step()
+                print(completion.text[shown:], end="", flush=True)
+                shown = len(completion.text)
+            return None if interrupted() else completion.text
     finally:
+        llm.abort_requests([output.request_id])
         print(flush=True)
-    return completion.text
 
 
 @app.command()
@@ -164,31 +177,29 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
 ) -> None:
     """Talk to the model. /reset forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."""
+    from nanopd import batch
+
+    if sampling.n != 1 or sys.stdin is None:
+        raise UserError("A chat needs --n 1 and a standard input.")
     llm = _load(engine)
     beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
-    tty = sys.stdin.isatty()
-    while True:
-        try:
-            text = input("> " if tty else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            break
-        if text in ("/exit", "/quit"):
-            break
-        if text == "/reset":
-            messages = list(beginning)
-            print("(the conversation is forgotten)")
-        elif text:
-            messages.append({"role": "user", "content": text})
-            try:
-                prompt = {"prompt_token_ids": llm.tokenizer.apply_chat_template(messages)}
-                answer = _stream(llm, llm.add_request(prompt, sampling))
-                messages.append({"role": "assistant", "content": answer})
-            except KeyboardInterrupt:
-                messages.pop()
-            except UserError as error:
-                messages.pop()
-                print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (text := input(prompt).strip()) not in ("/exit", "/quit"):
+            if text == "/reset":
+                messages = list(beginning)
+                print("(the conversation is forgotten)")
+            elif text.startswith("/"):
+                print("(/reset forgets the conversation, /exit ends)")
+            elif text:
+                asked = [*messages, {"role": "user", "content": text}]
+                try:
+                    answer = _stream(llm, batch.add(llm, sampling, {"messages": asked}))
+                    if answer is not None:
+                        messages = [*asked, {"role": "assistant", "content": answer}]
+                except UserError as error:
+                    print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- bench, model
@@ -198,10 +209,10 @@ def chat(
 @engine_options
 def bench_offline(
     engine: EngineConfig,
-    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
     input_len: Annotated[str, typer.Option(help="Prompt tokens: a number or a range like 32-256.")] = "32-256",
     output_len: Annotated[str, typer.Option(help="Tokens to generate: a number or a range.")] = "32-128",
-    shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Throughput and latencies of one batch of random prompts, all arriving at once."""
@@ -252,25 +263,28 @@ def model_fetch() -> None:
     print(fetch_default_model())
 
 
-def main() -> None:
-    """Entry point: turns exceptions into messages and exit codes."""
+def main() -> int:
+    """Runs a command; turns exceptions into a message and an exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller: then nobody wants to read it
     try:
         returned = app(standalone_mode=False)
-        code = returned if isinstance(returned, int) else 0
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        code = 2
+        sys.stdout.flush()
+        return returned if isinstance(returned, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted.", file=sys.stderr)
-        code = 130
-    except BrokenPipeError:
-        code = 1
+        return 130
+    except BrokenPipeError:  # `nanopd … | head`: the reader has seen enough
+        sys.stdout = open(os.devnull, "w")
+        return 1
+    except UnicodeError as error:
+        print(f"Error: the input is not UTF-8 text ({error}).", file=sys.stderr)
+        return 2
+    except (UserError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
     except Exception as error:
-        if hasattr(error, "show"):  # click's usage errors
+        if hasattr(error, "show"):  # a mistake in the options, in click's words
             error.show()
-            code = 2
-        else:
-            logging.getLogger("nanopd").exception("Internal error; please report it with the text below")
-            code = 3
-    sys.stdout.flush()
-    sys.exit(code)
+            return 2
+        logging.getLogger("nanopd").exception("Internal error; please report it with the text below")
+        return 3

@@ -85,7 +85,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _opt(True, "Reuse the blocks of equal prefixes.")
     kv_layout: KVLayout = _opt("kv_first", "kv_first, blocks_first or cross_layer.", choices=LAYOUTS)
     attention_backend: str = _opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
-    seed: int = _opt(0, "Requests that bring no seed draw theirs from this one.", -_INT64, _INT64 - 1)
+    seed: int = _opt(
+        0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
+    )
     kv_load_failure_policy: str = _opt("recompute", "After a failed KV load (S10).", choices=("recompute", "fail"))
     check_invariants: bool = _opt(False, "Check the block pool after every step (rule K10); slow.")
 
@@ -117,7 +119,7 @@ class SamplingParams:
     repetition_penalty: float = _opt(1.0, "Above 1: tokens of prompt and output become less likely.", 0.01, 100.0)
     presence_penalty: float = _opt(0.0, "Above 0 makes tokens of the output less likely.", -2.0, 2.0)
     frequency_penalty: float = _opt(0.0, "The same, times how often they appeared.", -2.0, 2.0)
-    logprobs: int | None = _opt(None, "Return the log-probabilities of this many best tokens.", 0, 100)
+    logprobs: int | None = _opt(None, "Return the log-probabilities of this many best tokens (with --json).", 0, 100)
     skip_special_tokens: bool = _opt(True, "Leave special tokens out of the text.")
 
     def __post_init__(self) -> None:
@@ -125,10 +127,10 @@ class SamplingParams:
         for name, kind in (("stop", str), ("stop_token_ids", int)):  # one, or a list, is as good as a tuple
             value = getattr(self, name)
             values = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, (list, tuple)) else ()
-            if not all(type(v) is kind and v != "" and v != -1 for v in values) or (value and not values):
-                raise UserError(
-                    f"{name} is {value!r}; it must be a list of {'token ids' if kind is int else 'strings'}."
-                )
+            strange = value is not None and not isinstance(value, (kind, list, tuple))
+            if strange or not all(type(v) is kind and v not in ("", -1) for v in values):
+                what = "token ids" if kind is int else "strings that are not empty"
+                raise UserError(f"{name} is {value!r}; it must be a list of {what}.")
             object.__setattr__(self, name, values)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}.")

@@ -50,19 +50,23 @@ class EngineCore:
                 f"--max-model-len is {max_model_len}, and the model knows {model.max_position_embeddings} positions; "
                 "ask for at most as many."
             )
-        dtype_name = config.dtype
-        if dtype_name == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype_name = config.dtype if config.dtype != "auto" else model.dtype
+        if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
-        self.model = load_model(self.model_path, dtype_name, self.device, max_model_len)
-        dtype = self.dtype = self.model.embed_tokens.weight.dtype
+        dtype = self.dtype = getattr(torch, dtype_name)
+        # Tables are as long as the longest request; one that even an empty machine could not hold needs none.
+        ceiling = plan_num_blocks(config, model, dtype, self.device) * config.block_size
+        self.model = load_model(self.model_path, dtype_name, self.device, min(max_model_len, ceiling))
 
         peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, config.kv_layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         scheduler_half, worker_half = connector or (None, None)
-        self.scheduler = Scheduler(config, kv, max_model_len, scheduler_half)
+        self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), scheduler_half)
         self.max_model_len = self.scheduler.max_model_len
+        if self.max_model_len < 2:
+            raise UserError("The KV cache holds a single token, and a request needs two; ask for more --num-blocks.")
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
         if self.device == "cuda":
             self.runner.capture_graphs()

@@ -37,7 +37,9 @@ class Detokenizer:
             self._num_output += 1
             shown = self._decode(self._ids[self._prefix : self._read])
             longer = self._decode(self._ids[self._prefix :])
-            if len(longer) > len(shown) and not longer.endswith("�"):  # else a character is not complete
+            # A character is at most 4 bytes: whatever is still incomplete after more tokens than that never will be one.
+            settled = not longer.endswith("�") or len(self._ids) - self._read > 4
+            if len(longer) > len(shown) and settled:
                 self._full += longer[len(shown) :]
                 self._prefix, self._read = self._read, len(self._ids)
         if finished and self._read < len(self._ids):

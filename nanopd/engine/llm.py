@@ -227,7 +227,7 @@ class LLM:
         if token_ids is not None:
             self._check_token_ids("prompt_token_ids", token_ids)
             return text, list(token_ids), salt
-        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):  # half a pair: not UTF-8
+        if not isinstance(text, str):
             raise UserError('A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
         return text, self.tokenizer.encode(text), salt
 

@@ -109,7 +109,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
         """From config.json and, if there is one, generation_config.json. Raises UserError with what is wrong."""
-        name = (raw.get("architectures") or [f"{str(raw.get('model_type')).capitalize()}ForCausalLM"])[0]
+        name = (raw.get("architectures") or [f"{raw.get('model_type', '?')}".capitalize() + "ForCausalLM"])[0]
         supported = ", ".join(ARCHITECTURES)
         require(name in ARCHITECTURES, f"architecture {name!r} is not supported; supported: {supported}.")
         quantised = bool(raw.get("quantization_config"))
@@ -123,6 +123,7 @@ class ModelConfig:
         layers, heads = _positive(raw, "num_hidden_layers"), _positive(raw, "num_attention_heads")
         hidden, kv_heads = _positive(raw, "hidden_size"), _positive(raw, "num_key_value_heads", heads)
         head_dim = _positive(raw, "head_dim", 128 if kind == "qwen3" else hidden // heads)
+        require(layers <= 1000, f"num_hidden_layers is {layers}; more than 1000 is not supported.")
         require(heads % kv_heads == 0, f"{heads} attention heads do not divide into {kv_heads} key/value heads.")
         require(head_dim % 2 == 0, f"head_dim is {head_dim}; rotary embeddings need it to be even.")
         eps = raw.get("rms_norm_eps", 1e-6)

@@ -49,14 +49,19 @@ def fetch_default_model(progress: Callable[[str], None] = lambda line: print(lin
     import fcntl
 
     target = default_model_path()
-    if target.is_dir():
+    if (target / "model.safetensors").is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when we are killed
-            if target.is_dir():  # somebody else fetched it while we waited
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress("Another process is fetching the default model; waiting for it …")
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when its owner is killed
+            if (target / "model.safetensors").is_file():  # somebody else fetched it while we waited
                 return target
+            shutil.rmtree(target, ignore_errors=True)  # what is there is no model (any more)
             for stale in target.parent.glob(".fetch-*"):  # we hold the lock: nobody works in there any more
                 shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:

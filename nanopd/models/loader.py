@@ -9,6 +9,7 @@ Only safetensors and GGUF are read. Both are plain data: nothing is unpickled, a
 Whatever is wrong with the files raises UserError, nothing else.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +37,8 @@ def resolve_model(name: str | None) -> Path:
     """
     if name is None:
         return default.fetch_default_model()
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
+    require(len(name) < 4096 and "\0" not in name, "The name of the model is no path and no hub id.")
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     require(not path.exists(), f"{name} is neither a .gguf file nor a directory with a config.json.")

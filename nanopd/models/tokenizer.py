@@ -37,6 +37,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens spelled out in it are recognised; `add_special_tokens` adds the model's BOS."""
+        if any("\ud800" <= c <= "\udfff" for c in text):  # bytes that were no UTF-8, or half of a surrogate pair
+            raise UserError("The text is not UTF-8.")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -73,7 +75,7 @@ class Tokenizer:
             names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
             text = env.from_string(source).render(self._special_tokens, tools=None, documents=None, **names)
         except Exception as e:  # a template can fail like any program
-            raise UserError(f"The model's chat template refuses these messages: {e}.") from e
+            raise UserError(f"The model's chat template refuses these messages: {str(e).rstrip('.')}.") from e
         return self.encode(text, add_special_tokens=False)
 
 

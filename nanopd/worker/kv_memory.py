@@ -93,24 +93,24 @@ def profile_peak_memory(model: Decoder, num_tokens: int, num_seqs: int, device: 
 def plan_num_blocks(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, reserved: int = 0
 ) -> int:
-    """How many blocks the pool gets: what the user said, or what fits into the memory given, or into a share of what is
-    free beyond `reserved` bytes (a quarter on a CPU, whose memory others need too; 90% of a GPU's).
+    """How many blocks the pool gets: what the user asked for in blocks or bytes, or what fits into a share of the memory
+    that is free beyond `reserved` bytes (a quarter on a CPU, whose memory others need too; 90% of a GPU's), but no more
+    than `max_num_seqs` requests of the greatest length could fill.
 
-    Raises UserError if not even one fits."""
+    Raises UserError if that is more than is free, or less than one block."""
+    free, block = free_memory(device) - reserved, bytes_per_block(model, config.block_size, dtype)
     if config.num_blocks is not None:
-        return config.num_blocks
-    free = free_memory(device) - reserved
-    if config.kv_cache_memory is not None:
+        budget = config.num_blocks * block
+    elif config.kv_cache_memory is not None:
         budget = parse_bytes(config.kv_cache_memory)
-        if budget > free:
-            raise UserError(
-                f"--kv-cache-memory asks for {budget / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; ask for less."
-            )
     else:
-        budget = int(free * (0.9 if device.startswith("cuda") else 0.25))
-    num_blocks = budget // bytes_per_block(model, config.block_size, dtype)
-    if num_blocks == 0:
+        longest = -(-(config.max_model_len or model.max_position_embeddings) // config.block_size)
+        share = int(free * (0.9 if device.startswith("cuda") else 0.25))
+        budget = min(share, config.max_num_seqs * longest * block)
+    if not block <= budget <= free:
+        wish, least, most = (f"{size / 2**20:,.2f} MiB" for size in (budget, block, free))
         raise UserError(
-            f"{budget / 2**20:.0f} MiB for the KV cache is less than one block; free memory or use smaller blocks."
+            f"The KV cache cannot get {wish}: one block takes {least}, and {most} are free. "
+            "Change --num-blocks, --kv-cache-memory or --block-size."
         )
-    return num_blocks
+    return budget // block

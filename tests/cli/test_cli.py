@@ -64,8 +64,14 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["nonsense"], 2, "No such command"),
         (["generate", "--model", "/no/such/model", "x"], 2, "/no/such/model"),
         (["generate", "--input", "/no/such/file"], 2, "No such file"),
-        (["generate", "--input", "x", "prompt"], 2, "exclude each other"),
-        (["generate", "--resume", "prompt"], 2, "go with --input"),
+        (["generate", "--input", "x", "prompt"], 2, "exclude --input"),
+        (["generate", "--input", "x", "--chat"], 2, "exclude --input"),
+        (["generate", "--output", "x", "prompt"], 2, "--output goes with --input"),
+        (["generate", "--resume", "--input", "x"], 2, "--resume with --output"),
+        (["generate", "--model", "~nobody/x", "x"], 2, "~nobody/x"),
+        (["generate", "--model", "x" * 5000, "x"], 2, "name of the model"),
+        (["chat", "--n", "2"], 2, "--n 1"),
+        (["bench", "offline", "--requests", "0"], 2, "--requests"),
         (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
     ],
@@ -94,8 +100,20 @@ LINES = [
     [1],
     {"id": "bad ids", "prompt_token_ids": [10**30]},
     {"id": "odd messages", "messages": "hi"},
+    {"messages": [1]},
+    {"messages": None},
+    {"messages": {}},
+    {"prompt": "x" * 40, "cache_salt": 5},
+    {"prompt": "x", "stop_token_ids": [-99999], "min_tokens": 2},
+    {"prompt": "x", "stop_token_ids": [99999]},
+    {"prompt": "x", "stop": {}},
+    {"id": None, "prompt": "x"},
+    {"prompt_token_ids": [True]},
+    '{"prompt": ' + "[" * 100_000,
+    r'{"prompt": "\ud800"}',
+    {"id": "last", "prompt": "still here"},
 ]
-GOOD = {"1", "chat", "ids", "stops"}
+GOOD = {"1", "chat", "ids", "stops", "last"}
 
 
 def write_lines(path: Path, lines: Sequence[Any]) -> Path:
@@ -111,7 +129,7 @@ def test_a_batch_of_good_and_bad_lines(options: Sequence[str], tmp_path: Path):
     assert done.returncode == 1, done.stderr
     out = rows((tmp_path / "out.jsonl").read_text())
     assert {row["id"] for row in out if "error" not in row} == GOOD
-    assert {row["line"] for row in out if "error" in row} == {4, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15}
+    assert {row["line"] for row in out if "error" in row} == {4, 5, 6, 7, 8, 9, 10, 11, *range(13, 27)}
     for number in (4, 9, 13):
         assert f"line {number}: " in done.stderr
     assert done.stdout == ""
@@ -134,6 +152,55 @@ def test_output_is_not_overwritten_and_resume_goes_on(options: Sequence[str], tm
     assert out.read_text().splitlines()[:3] == kept
     assert {row["id"]: row["token_ids"] for row in resumed} == complete
     assert len(resumed) == 8
+
+
+def test_resume_leaves_files_alone_that_are_not_its_own(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    precious = tmp_path / "precious.txt"
+    for content in ("a line of mine\n", '{"some": "json"}\n', '{"id": "1", "finish_reason": "stop"}\n[]\n'):
+        precious.write_text(content)
+        done = nanopd("generate", *options, "--input", str(path), "--output", str(precious), "--resume")
+        assert done.returncode == 2, done.stderr
+        assert precious.read_text() == content
+    same = nanopd("generate", *options, "--input", str(path), "--output", str(path), "--resume")
+    assert (same.returncode, "the same file" in same.stderr) == (2, True)
+    assert rows(path.read_text()) == [{"prompt": "a"}]
+
+
+def test_resume_writes_through_a_link_and_keeps_the_mode(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text('{"id": "1", "finish_reason": "stop"}\n{"id": "2", "err')
+    target.chmod(0o640)
+    link.symlink_to(target)
+    args = ["--input", str(path), "--output", str(link), "--resume", "--max-tokens", "2"]
+    assert nanopd("generate", *options, *args).returncode == 0
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert [row["id"] for row in rows(target.read_text())] == ["1", "2"]
+
+
+def test_resumed_samples_are_those_of_an_uninterrupted_run(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "same", "temperature": 1.0}] * 8)
+    out = tmp_path / "out.jsonl"
+    command = ["generate", *options, "--input", str(path), "--output", str(out), "--max-tokens", "4", "--ignore-eos"]
+    nanopd(*command)
+    complete = {row["id"]: row["token_ids"] for row in rows(out.read_text())}
+    assert len({tuple(tokens) for tokens in complete.values()}) > 4, "each line has a seed of its own"
+    out.write_text("\n".join(out.read_text().splitlines()[:3]) + "\n")
+    nanopd(*command, "--resume")
+    assert {row["id"]: row["token_ids"] for row in rows(out.read_text())} == complete
+
+
+def test_input_that_is_no_text_and_streams_that_are_closed(options: Sequence[str]):
+    for command, code in (("generate", 2), ("chat", 0)):  # a chat goes on after a line it cannot read
+        done = nanopd(command, *options, stdin=b"\xff\xfe\n")
+        assert (done.returncode, "not UTF-8" in done.stderr) == (code, True)
+    command = f"{sys.executable} -m nanopd generate {' '.join(options)} --max-tokens 1"
+    for redirection, code in (("<&-", 2), ("x >&-", 0), ("x > /dev/full", 2), ("$'\\xff'", 2)):
+        done = subprocess.run(["bash", "-c", f"{command} {redirection}"], capture_output=True, text=True)
+        assert done.returncode == code, (redirection, done.stderr)
+        assert "Traceback" not in done.stderr, redirection
 
 
 def test_ctrl_c_keeps_what_is_finished(options: Sequence[str], tmp_path: Path):

@@ -174,9 +174,9 @@ def test_options(tiny_model: Path):
         LLM(str(tiny_model), tensor_parallel_size=2)
     with pytest.raises(UserError, match="knows 512 positions"):
         LLM(str(tiny_model), max_model_len=513)
-    with pytest.raises(UserError, match="GiB are free"):
+    with pytest.raises(UserError, match="MiB are free"):
         LLM(str(tiny_model), kv_cache_memory="100TiB")
-    with pytest.raises(UserError, match="less than one block"):
+    with pytest.raises(UserError, match="one block takes"):
         LLM(str(tiny_model), kv_cache_memory="1k")
     llm = LLM(str(tiny_model), kv_cache_memory="1MiB", trust_remote_code=False, gpu_memory_utilization=0.5)
     assert len(llm.core.scheduler.kv.pool.blocks) == 2**20 // (3 * 2 * 16 * 2 * 16 * 4)
@@ -190,3 +190,58 @@ def test_one_prompt_that_fills_the_whole_cache(tiny_model: Path):
     assert len(output.outputs[0].token_ids) == 27
     with pytest.raises(UserError, match="at most 31 tokens"):
         llm.generate([list(range(32))], greedy())
+
+
+def test_an_interrupted_prefill_leaves_no_trace_in_the_cache(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever stops a step half-way: what it was to compute must not be found by the next request."""
+    llm = LLM(str(tiny_model), dtype="float32", num_blocks=100, check_invariants=True)
+    prompt = list(range(100))
+    expected = (
+        LLM(str(tiny_model), dtype="float32", num_blocks=100).generate([prompt], greedy())[0].outputs[0].token_ids
+    )
+    forward, calls = llm.core.runner._model_forward, []
+
+    def stop_at_call(n: int) -> None:
+        def stop(*args: object) -> object:
+            calls.append(1)
+            if len(calls) == n:
+                raise KeyboardInterrupt
+            return forward(*args)  # type: ignore[arg-type]
+
+        calls.clear()
+        monkeypatch.setattr(llm.core.runner, "_model_forward", stop)
+
+    for n in (1, 2, 5):
+        stop_at_call(n)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt], greedy())
+        monkeypatch.setattr(llm.core.runner, "_model_forward", forward)
+        assert not llm.has_unfinished_requests()
+        (output,) = llm.generate([prompt], greedy())
+        assert output.outputs[0].token_ids == expected
+        llm.core.scheduler.kv.pool.reset_prefix_cache()
+    # a request that is not aborted goes on by itself, with the same tokens
+    stop_at_call(4)
+    output = llm.add_request(prompt, greedy())
+
+    def drain() -> None:
+        while llm.has_unfinished_requests():
+            llm.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        drain()
+    drain()
+    assert output.outputs[0].token_ids == expected
+    llm.step()
+    assert not llm.core.runner.rows
+
+
+def test_a_bad_salt_or_a_taken_id_leaves_nothing_behind(llm: LLM):
+    with pytest.raises(UserError, match="cache_salt"):
+        llm.add_request({"prompt": "x" * 40, "cache_salt": 5}, greedy())
+    llm.add_request("x", greedy(), "q#1")
+    with pytest.raises(UserError, match="already in use"):
+        llm.add_request("x", greedy(n=3, temperature=1.0), "q")
+    llm.abort_requests(["q#1"])
+    assert not llm.has_unfinished_requests()
+    assert not llm.core.scheduler.requests

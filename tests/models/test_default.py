@@ -141,6 +141,7 @@ def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
             directory.mkdir()
             time.sleep(0.5)
             (directory / "config.json").write_text("{}")
+            (directory / "model.safetensors").touch()
             with open(sys.argv[1], "a") as log: log.write("converted ")
             return directory
         default._download, default._convert = lambda scratch: scratch, convert
@@ -178,3 +179,18 @@ def test_the_converted_files(default_model):
         "bos_token_id": 1,
         "eos_token_id": [2],
     }
+
+
+def test_a_model_whose_weights_are_gone_is_fetched_again(cache, monkeypatch):
+    (cache / default.NAME).mkdir(parents=True)
+    (cache / default.NAME / "config.json").write_text("{}")
+
+    def convert(file, directory):
+        directory.mkdir()
+        (directory / "model.safetensors").touch()
+        return directory
+
+    monkeypatch.setattr(default, "_download", lambda scratch: scratch)
+    monkeypatch.setattr(default, "_convert", convert)
+    default.fetch_default_model(lambda _: None)
+    assert (cache / default.NAME / "model.safetensors").exists()

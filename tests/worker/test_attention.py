@@ -96,6 +96,6 @@ def test_backends():
 
 def test_a_budget_smaller_than_a_block_is_refused():
 
-    with pytest.raises(UserError, match="less than one block"):
+    with pytest.raises(UserError, match="one block takes"):
         plan_num_blocks(EngineConfig(kv_cache_memory="100"), tiny_config(KV_HEADS, DIM), torch.float32, "cpu")
     assert plan_num_blocks(EngineConfig(num_blocks=3), tiny_config(KV_HEADS, DIM), torch.float32, "cpu") == 3
