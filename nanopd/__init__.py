@@ -5,12 +5,17 @@
 Nothing heavy is imported until `LLM` is asked for, so that the command line starts fast.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from nanopd.config import EngineConfig, SamplingParams, UserError
 
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM
+
+# OpenMP's threads would spin between two operations; beside any other busy process that makes a step many times slower.
+# It has to be said before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "UserError", "__version__"]
