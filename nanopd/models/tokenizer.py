@@ -30,7 +30,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._special_tokens, self._chat_template = backend, special_tokens, chat_template
-        self.vocab_size: int = backend.get_vocab_size()
         eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         # The tokenizer's own; a model may have more: ModelConfig.eos_token_ids.
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -44,11 +43,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 (yet) come out as U+FFFD, ids without a token as nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def id_to_token(self, id: int) -> str | None:
-        """The token as the vocabulary spells it, None for an id that has none."""
-        token: str | None = self._backend.id_to_token(id)
-        return token
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

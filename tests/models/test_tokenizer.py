@@ -115,9 +115,7 @@ def test_the_default_model_speaks_like_transformers(default_model):
         assert (
             ours.apply_chat_template(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         )
-    assert ours.vocab_size == len(theirs) == load_config(default_model).vocab_size
     assert ours.eos_token_ids == (2,) == load_config(default_model).eos_token_ids
-    assert (ours.id_to_token(2), ours.id_to_token(10**6)) == ("<|im_end|>", None)
     assert ours.decode([10**6]) == ""
 
 
