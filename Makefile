@@ -26,7 +26,7 @@ demo: setup ## Answer a question with a real model: our scheduler, KV cache and 
 test: setup ## Run the tests (minutes)
 	$(BIN)/python -m pytest
 
-test-slow: setup ## Run the long tests too (an hour)
+test-slow: setup ## Run only the long tests (half an hour)
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup ## Run the tests that need a CUDA device

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,9 +63,9 @@ def read_lines(file: IO[bytes]) -> Iterator[Line]:
                     f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(sorted(_SAMPLING))}"
                 )
             line.fields = fields
+            seen.add(line.id)
         except (msgspec.DecodeError, RecursionError, UserError) as error:
             line.error = str(error)
-        seen.add(line.id)
         yield line
 
 
@@ -117,7 +118,7 @@ def run_file(
             if as_json and output is not None:
                 print(text, flush=True)
 
-        lines = (line for line in read_lines(source) if line.id not in done)
+        lines = (line for line in read_lines(source) if line.error or line.id not in done)
         return _run(llm, sampling, lines, write, None if total is None else total - len(done))
 
 
@@ -138,10 +139,10 @@ def _drop_unfinished(output: Path) -> set[str]:
                 f"--output {output} holds lines that are no answers of nanopd; choose another file."
             ) from None
     if last or len(kept) < len(lines):
-        temporary = output.with_name(output.name + ".tmp")
-        temporary.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
-        shutil.copymode(output, temporary)
-        os.replace(temporary, output)
+        with tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name, delete=False) as temporary:
+            temporary.write(b"".join(raw + b"\n" for raw in kept.values()))
+        shutil.copymode(output, temporary.name)
+        os.replace(temporary.name, output)
     return set(kept)
 
 

@@ -234,7 +234,9 @@ def bench_scheduler(
 
 @bench_app.command("kernels")
 def bench_kernels(
-    target: Annotated[list[str] | None, typer.Option(help="Compile for sm_80, sm_90, sm_100 or gfx942 only.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Without a GPU: compile for sm_80, sm_90, sm_100 or gfx942 only.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """The Triton kernels: times on a GPU; without one, what they compile to for four GPUs (a minute for each)."""
@@ -277,7 +279,10 @@ def main() -> int:
         sys.stdout = open(os.devnull, "w")
         return 1
     except UnicodeError as error:
-        print(f"Error: the input is not UTF-8 text ({error}).", file=sys.stderr)
+        what = (
+            "output cannot be shown in this locale" if isinstance(error, UnicodeEncodeError) else "input is not UTF-8"
+        )
+        print(f"Error: the {what} ({error}).", file=sys.stderr)
         return 2
     except (UserError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)

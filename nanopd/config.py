@@ -14,6 +14,7 @@ KVLayout = Literal["kv_first", "blocks_first", "cross_layer"]
 LAYOUTS: tuple[KVLayout, ...] = ("kv_first", "blocks_first", "cross_layer")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INT64 = 2**63
+_MANY = 2**31 - 1
 
 
 class UserError(ValueError):
@@ -76,12 +77,14 @@ class EngineConfig:
     model: str | None = _opt(None, "Hugging Face directory or hub id, or a .gguf file; without it the default model.")
     dtype: str = _opt("auto", "auto: what the checkpoint says, or float32 on a CPU without bfloat16.", choices=DTYPES)
     block_size: int = _opt(16, "Tokens in one KV cache block.", 1, 1024)
-    num_blocks: int | None = _opt(None, "KV cache blocks; without it as many as the memory allows.", 1)
+    num_blocks: int | None = _opt(None, "KV cache blocks; without it as many as the memory allows.", 1, _MANY)
     kv_cache_memory: str | None = _opt(None, "Memory for the KV cache, like 4GiB; without it a share of what is free.")
-    max_model_len: int | None = _opt(None, "Most tokens of prompt + output; without it what the model knows.", 2)
+    max_model_len: int | None = _opt(None, "Most tokens of prompt + output; without it what the model knows.", 2, _MANY)
     max_num_seqs: int = _opt(64, "Most requests that run at the same time.", 1, 65536)
-    max_num_batched_tokens: int = _opt(2048, "Token budget of one step.", 1)
-    long_prefill_token_threshold: int = _opt(0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0)
+    max_num_batched_tokens: int = _opt(2048, "Token budget of one step.", 1, 2**20)
+    long_prefill_token_threshold: int = _opt(
+        0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
+    )
     enable_prefix_caching: bool = _opt(True, "Reuse the blocks of equal prefixes.")
     kv_layout: KVLayout = _opt("kv_first", "kv_first, blocks_first or cross_layer.", choices=LAYOUTS)
     attention_backend: str = _opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
@@ -108,11 +111,13 @@ class SamplingParams:
     n: int = _opt(1, "Completions for each prompt.", 1, 128)
     temperature: float = _opt(1.0, "0 is greedy; higher is more random.", 0.0, 1e4)
     top_p: float = _opt(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", 1e-6, 1.0)
-    top_k: int = _opt(0, "Keep only the k most probable tokens; 0 or -1: all.", -1)
+    top_k: int = _opt(0, "Keep only the k most probable tokens; 0 or -1: all.", -1, _MANY)
     min_p: float = _opt(0.0, "Drop tokens less probable than this share of the best one's probability.", 0.0, 1.0)
-    seed: int | None = _opt(None, "Same seed, same tokens, whatever else is in the batch.", -_INT64, _INT64 - 1)
-    max_tokens: int = _opt(16, "Most tokens to generate.", 1)
-    min_tokens: int = _opt(0, "No end of sequence and no stop before this many tokens.", 0)
+    seed: int | None = _opt(
+        None, "Same seed, same tokens (up to rounding), whatever else is in the batch.", -_INT64, _INT64 - 1
+    )
+    max_tokens: int = _opt(16, "Most tokens to generate.", 1, _MANY)
+    min_tokens: int = _opt(0, "No end of sequence and no stop before this many tokens.", 0, _MANY)
     stop: tuple[str, ...] = _opt((), "Stop before this text appears (may be given several times).")
     stop_token_ids: tuple[int, ...] = _opt((), "Stop after this token (may be given several times).")
     ignore_eos: bool = _opt(False, "Do not stop at the end-of-sequence token.")

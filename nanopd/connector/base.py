@@ -32,13 +32,17 @@ class KVConnectorScheduler(ABC):
         """The plan of this step for the worker half. Called once a step, at its end."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request that holds blocks has ended.
+        """A request has ended, whether or not it holds blocks (P5).
 
         Returns:
             Whether a peer may still read or write its blocks: then they stay held until the worker half reports the
             request in one of the sets of KVConnectorOutput (rule P4). And parameters for the client's answer.
         """
         return False, None
+
+    def step_failed(self, metadata: Any) -> None:  # noqa: B027 (optional)
+        """The step with this plan failed, and the worker half may or may not have seen it: the plan has to be part of
+        the next one again, and the worker half has to ignore what it has begun already."""
 
 
 class KVConnectorWorker(ABC):

@@ -50,6 +50,7 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
+    lost_req_ids: set[str] = field(default_factory=set)  # alive, but the worker must forget them: see `take_back`
     kv_connector_metadata: Any = None  # from the connector's scheduler half to its worker half
 
 

@@ -109,37 +109,46 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decides one step. Raises RuntimeError if the engine could never go on (rule S11: that would be a bug)."""
-        output = SchedulerOutput(finished_req_ids=self._finished_req_ids | self._lost_req_ids)
+        output = SchedulerOutput(finished_req_ids=self._finished_req_ids, lost_req_ids=self._lost_req_ids)
         self._finished_req_ids, self._lost_req_ids = set(), set()
-        self._schedule_running(output)
-        lookups_pending = False
-        if not output.preempted_req_ids:  # whoever was just thrown out must not come back past those who stayed (S4)
-            lookups_pending = self._schedule_waiting(output)
-        if self.requests and not output.num_scheduled_tokens and not output.preempted_req_ids:
-            self._ensure_progress(lookups_pending)
-        output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
-        if self.connector:
-            output.kv_connector_metadata = self.connector.build_connector_meta(output)
-        for request_id, num_new in output.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+        try:
+            self._schedule_running(output)
+            lookups_pending = False
+            if not output.preempted_req_ids:  # whoever was just thrown out must not come back past those who stayed
+                lookups_pending = self._schedule_waiting(output)
+            if self.requests and not output.num_scheduled_tokens and not output.preempted_req_ids:
+                self._ensure_progress(lookups_pending)
+            output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
+            if self.connector:
+                output.kv_connector_metadata = self.connector.build_connector_meta(output)
+            for request_id, num_new in output.num_scheduled_tokens.items():
+                self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+        except BaseException:
+            self.take_back(output)
+            raise
         self._num_scheduled += output.total_num_scheduled_tokens
         return output
 
     def take_back(self, output: SchedulerOutput) -> None:
         """A planned step was not carried out: what it was to compute is not there, and must not be found by a lookup.
 
-        Everyone in it is preempted: the worker may have got half-way with them, and forgets them this way too.
+        Everyone in it is preempted: the worker may have got half-way with them, and forgets them this way too. The ids
+        it was to hear of are told again.
         """
-        planned = [r for r in self.running if r.request_id in output.num_scheduled_tokens]
-        known = {r.request_id for r in output.scheduled_cached_reqs}
-        for request in reversed(planned):
-            good = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
-            if request.request_id not in known:
-                good -= request.num_external_tokens  # these may have been about to come with the step
-            self.kv.uncache_blocks(request, good)
+        computed = {r.request_id: r.num_computed_tokens for r in output.scheduled_cached_reqs}
+        for new in output.scheduled_new_reqs:  # what a connector was to bring with the step counts as not there either
+            computed[new.request_id] = new.num_computed_tokens - self._num_external(new.request_id)
+        for request in reversed([r for r in self.running if r.request_id in computed]):
+            self.kv.uncache_blocks(request, computed[request.request_id])
             self._preempt(request)
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-        self._lost_req_ids |= output.finished_req_ids | output.preempted_req_ids | {r.request_id for r in planned}
+        self._finished_req_ids |= output.finished_req_ids
+        self._lost_req_ids |= output.lost_req_ids | output.preempted_req_ids | computed.keys()
+        if self.connector and output.kv_connector_metadata is not None:
+            self.connector.step_failed(output.kv_connector_metadata)
+
+    def _num_external(self, request_id: str) -> int:
+        return self.requests[request_id].num_external_tokens if request_id in self.requests else 0
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
@@ -171,53 +180,55 @@ class Scheduler:
         """S4, S5, S6. Returns whether a connector still owes an answer about somebody."""
         lookups_pending = False
         step_skipped_waiting: list[Request] = []
-        while (self.skipped_waiting or self.waiting) and len(self.running) < self.config.max_num_seqs:
-            budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
-            if budget == 0:
-                break
-            queue = self.skipped_waiting or self.waiting
-            request = queue[0]
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
-                step_skipped_waiting.append(queue.popleft())
-                continue
+        try:
+            while (self.skipped_waiting or self.waiting) and len(self.running) < self.config.max_num_seqs:
+                budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
+                if budget == 0:
+                    break
+                queue = self.skipped_waiting or self.waiting
+                request = queue[0]
+                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
+                    step_skipped_waiting.append(queue.popleft())
+                    continue
 
-            hits: list[KVCacheBlock] = []
-            num_computed, num_external, load_async = request.num_computed_tokens, 0, False
-            holds_blocks = request.request_id in self.kv.tables  # only a request whose remote load has ended does
-            if not holds_blocks:  # what is computed already, here or elsewhere?
-                hits = self.kv.get_computed_blocks(request)
-                num_computed = len(hits) * self.kv.block_size
-                if self.connector and request.ask_connector:
-                    matched, load_async = self.connector.get_num_new_matched_tokens(request, num_computed)
-                    if matched is None:
-                        lookups_pending = True
-                        step_skipped_waiting.append(queue.popleft())
-                        continue
-                    load_async = load_async and matched > 0
-                    num_external = matched if load_async else min(matched, request.num_tokens - 1 - num_computed)
-                    num_computed += num_external
-            num_new = 0 if load_async else self._num_new_tokens(request, num_computed, budget)
-            if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
-                break  # nobody overtakes the head of the queue
+                hits: list[KVCacheBlock] = []
+                num_computed, num_external, load_async = request.num_computed_tokens, 0, False
+                holds_blocks = request.request_id in self.kv.tables  # only a request whose remote load has ended does
+                if not holds_blocks:  # what is computed already, here or elsewhere?
+                    hits = self.kv.get_computed_blocks(request)
+                    num_computed = len(hits) * self.kv.block_size
+                    if self.connector and request.ask_connector:
+                        matched, load_async = self.connector.get_num_new_matched_tokens(request, num_computed)
+                        if matched is None:
+                            lookups_pending = True
+                            step_skipped_waiting.append(queue.popleft())
+                            continue
+                        load_async = load_async and matched > 0
+                        num_external = min(matched, request.num_tokens - num_computed - (0 if load_async else 1))
+                        num_computed += num_external
+                num_new = 0 if load_async else self._num_new_tokens(request, num_computed, budget)
+                if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
+                    break  # nobody overtakes the head of the queue
 
-            queue.popleft()
-            block_ids = self.kv.get_block_ids(request.request_id)
-            if not holds_blocks:
-                self._count_hits(request, len(hits) * self.kv.block_size, num_external)
-                request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
-                if self.connector and request.ask_connector:
-                    self.connector.update_state_after_alloc(request, block_ids, num_external)
-            if load_async:  # S5: it has its blocks, and waits for what belongs in them
-                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-                self.loading.add(request.request_id)
-                step_skipped_waiting.append(request)
-                continue
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
-            output.num_scheduled_tokens[request.request_id] = num_new
-            output.total_num_scheduled_tokens += num_new
-        self.skipped_waiting.extendleft(reversed(step_skipped_waiting))
+                queue.popleft()
+                block_ids = self.kv.get_block_ids(request.request_id)
+                if not holds_blocks:
+                    self._count_hits(request, len(hits) * self.kv.block_size, num_external)
+                    request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
+                    if self.connector and request.ask_connector:
+                        self.connector.update_state_after_alloc(request, block_ids, num_external)
+                if load_async:  # S5: it has its blocks, and waits for what belongs in them
+                    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+                    self.loading.add(request.request_id)
+                    step_skipped_waiting.append(request)
+                    continue
+                request.status = RequestStatus.RUNNING
+                self.running.append(request)
+                output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
+                output.num_scheduled_tokens[request.request_id] = num_new
+                output.total_num_scheduled_tokens += num_new
+        finally:
+            self.skipped_waiting.extendleft(reversed(step_skipped_waiting))
         return lookups_pending
 
     def _num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
@@ -343,8 +354,9 @@ class Scheduler:
         self._finished_req_ids.add(request_id)
         still_loading = request_id in self.loading
         delay_free, kv_transfer_params = False, None
-        if self.connector and request_id in self.kv.tables:
+        if self.connector:
             delay_free, kv_transfer_params = self.connector.request_finished(request, self.kv.get_block_ids(request_id))
+            delay_free = delay_free and request_id in self.kv.tables
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
         if delay_free or still_loading:

@@ -6,6 +6,7 @@ It takes and gives token ids and knows nothing about text, tokenizers or clients
 """
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 
@@ -40,7 +41,8 @@ class EngineCore:
         self, config: EngineConfig, connector: tuple[KVConnectorScheduler, KVConnectorWorker] | None = None
     ) -> None:
         self.config = config
-        self.device = "cuda" if torch.cuda.is_available() and config.attention_backend != "cpu" else "cpu"
+        on_cpu = config.attention_backend == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+        self.device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
         backend = choose_backend(config.attention_backend, self.device)
         self.model_path = resolve_model(config.model)
         model = load_config(self.model_path)
@@ -101,10 +103,10 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         try:
             output = self.runner.execute_model(scheduler_output)
+            news = self.scheduler.update_from_output(scheduler_output, output)
         except BaseException:
             self.scheduler.take_back(scheduler_output)
             raise
-        news = self.scheduler.update_from_output(scheduler_output, output)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         if not scheduler_output.total_num_scheduled_tokens:

@@ -39,7 +39,9 @@ class Detokenizer:
             longer = self._decode(self._ids[self._prefix :])
             # A character is at most 4 bytes: whatever is still incomplete after more tokens than that never will be one.
             settled = not longer.endswith("�") or len(self._ids) - self._read > 4
-            if len(longer) > len(shown) and settled:
+            if longer == shown:  # a token without text, such as a special one: nothing is pending
+                self._read = len(self._ids)
+            elif len(longer) > len(shown) and settled:
                 self._full += longer[len(shown) :]
                 self._prefix, self._read = self._read, len(self._ids)
         if finished and self._read < len(self._ids):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with {"cache_salt": text} if wanted."""
 
-# Options of vLLM that mean nothing here; with the values that ask for nothing they are accepted.
+# Options of vLLM that mean nothing here: those with a value must have it, the others are ignored with a warning.
 _VLLM_ONLY: dict[str, Any] = {"tensor_parallel_size": 1, "trust_remote_code": False}
 _VLLM_ONLY |= dict.fromkeys(("enforce_eager", "gpu_memory_utilization", "swap_space", "disable_log_stats"))
 
@@ -88,6 +88,8 @@ class LLM:
         for name in _VLLM_ONLY.keys() & options.keys():
             if options.pop(name) not in (_VLLM_ONLY[name], None) and _VLLM_ONLY[name] is not None:
                 raise UserError(f"{name} can only be {_VLLM_ONLY[name]!r}: nanopd has nothing else.")
+            if _VLLM_ONLY[name] is None:
+                logger.warning(f"{name} is ignored: nanopd has no such option")
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         if unknown := sorted(options.keys() - known):
             raise UserError(f"Unknown engine option {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
@@ -95,7 +97,8 @@ class LLM:
         self.core = EngineCore(self.config)
         self.tokenizer = load_tokenizer(self.core.model_path)
         self.eos_token_ids = self.core.model.config.eos_token_ids or self.tokenizer.eos_token_ids
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}  # by id in the engine core: each of n completions has its own
+        self._live: set[str] = set()  # ids of the outputs that are not finished
         self._ids = itertools.count()
 
     # ---------------------------------------------------------------- all at once
@@ -141,7 +144,10 @@ class LLM:
 
     def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served."""
-        request_id = request_id if request_id is not None else str(next(self._ids))
+        if request_id is None:
+            request_id = next(i for i in map(str, self._ids) if i not in self._live)
+        if request_id in self._live:
+            raise UserError(f"Request id {request_id!r} is already in use.")
         text, token_ids, cache_salt = self._tokenize(prompt)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         seed = params.seed
@@ -161,6 +167,7 @@ class LLM:
             detokenizer = Detokenizer(self.tokenizer, token_ids, request.sampling_params)
             self.core.add_request(request)
             self._running[request.request_id] = _Running(output, completion, detokenizer, request.stop_token_ids)
+        self._live.add(request_id)
         return output
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -172,6 +179,7 @@ class LLM:
             running = self._running.pop(request_id)
             running.completion.finish_reason = "abort"
             running.output.finished = True
+            self._live.discard(running.output.request_id)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -190,6 +198,8 @@ class LLM:
             if running.completion.finish_reason is not None:
                 del self._running[news.request_id]
                 running.output.finished = all(c.finish_reason is not None for c in running.output.outputs)
+                if running.output.finished:
+                    self._live.remove(running.output.request_id)
             changed[running.output.request_id] = running.output
         self.core.abort_requests(stopped)  # text ended them: the engine core cannot know
         return list(changed.values())

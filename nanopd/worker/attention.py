@@ -37,6 +37,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # int64 [T]; -1: padding, nothing is written
     query_lens_list: list[int]
     seq_lens_list: list[int]
+    max_seq_len: int | None = None  # None: any that the table can hold, for a graph that is replayed with others
 
 
 class AttentionBackend(Protocol):
@@ -164,6 +165,7 @@ class TritonAttention:
             m.seq_lens,
             scale=query.shape[-1] ** -0.5,
             max_query_len=max(m.query_lens_list),
+            max_seq_len=m.max_seq_len,
             sliding_window=window,
         )
 

@@ -12,13 +12,15 @@ import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from nanopd.config import EngineConfig, KVLayout, UserError, parse_bytes
+from nanopd.config import EngineConfig, KVLayout, SamplingParams, UserError, parse_bytes
 from nanopd.models.config import ModelConfig
 from nanopd.models.decoder import Decoder
+from nanopd.worker.sampler import SamplingRow, sample
 
 # For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
 _AS_LAYER_KV_BLOCK: dict[KVLayout, tuple[int, ...]] = {
@@ -86,8 +88,14 @@ def profile_peak_memory(model: Decoder, num_tokens: int, num_seqs: int, device: 
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     with torch.inference_mode():
         hidden_states = model(tokens, tokens, lambda layer, query, key, value: query.clone())
-        model.compute_logits(hidden_states[:num_seqs]).softmax(dim=-1)
-    return torch.cuda.max_memory_allocated(device) - before
+        row = SamplingRow(
+            SamplingParams(top_p=0.5, presence_penalty=1.0, seed=0), np.zeros(1, np.int64), 1, frozenset()
+        )
+        logits = model.compute_logits(hidden_states[:num_seqs])
+        sample(logits, [row] * len(logits))
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()  # else torch keeps it, and the device reports it as taken already
+    return peak
 
 
 def plan_num_blocks(

@@ -51,14 +51,13 @@ class InputBuffer:
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's flat batch, on the host: R requests, T tokens. Its token ids and positions are in the buffers."""
+    """One step's flat batch, on the host: R requests. Its token ids, positions and logits indices are in the buffers."""
 
     request_ids: list[str]
     rows: np.ndarray  # int64 [R]: each request's row in the runner's tables
     query_lens: np.ndarray  # int64 [R]: new tokens of each request
     seq_lens: np.ndarray  # int64 [R]: tokens in the cache after this step
-    logits_indices: np.ndarray  # int64 [S]: the last token of each request that catches up in this step
-    sampled: np.ndarray  # int64 [S]: which of the R requests those are
+    sampled: np.ndarray  # int64 [S]: which of the R requests catch up in this step; the last token of each is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +120,7 @@ class ModelRunner:
         self.input_ids = buffer(max_num_batched_tokens, dtype=torch.int64)
         self.positions = buffer(max_num_batched_tokens, dtype=torch.int64)
         self.query_start_loc = buffer(max_num_seqs + 1, dtype=torch.int32)
+        self.logits_indices = buffer(max_num_seqs, dtype=torch.int64)
         self.seq_lens = buffer(max_num_seqs, dtype=torch.int32)
         self.batch_block_table = buffer(max_num_seqs, table_len, dtype=torch.int32)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self.device)
@@ -133,16 +133,18 @@ class ModelRunner:
         """One step: from the scheduler's plan to sampled tokens."""
         if self.connector:
             self.connector.start_load_kv(scheduler_output.kv_connector_metadata)
-        self._update_states(scheduler_output)
         output = ModelRunnerOutput({})
-        if scheduler_output.total_num_scheduled_tokens:
-            with self.synchronize_input_prep():
+        with self.synchronize_input_prep():
+            self._update_states(scheduler_output)
+            if scheduler_output.total_num_scheduled_tokens:
                 inputs = self._prepare_inputs(scheduler_output.num_scheduled_tokens)
                 execution = self._determine_batch_execution_and_padding(inputs)
                 metadata = self._build_attention_metadata(inputs, execution)
                 input_ids, positions = self._preprocess(execution, metadata)
+                logits_indices = self.logits_indices.on_device(len(inputs.sampled))
+        if scheduler_output.total_num_scheduled_tokens:
             hidden_states = self._model_forward(input_ids, positions, execution)
-            sample_hidden_states = hidden_states[torch.from_numpy(inputs.logits_indices).to(self.device)]
+            sample_hidden_states = hidden_states[logits_indices]
             if len(inputs.sampled):
                 output = self._sample(self.model.compute_logits(sample_hidden_states), inputs)
         if self.connector:
@@ -161,7 +163,8 @@ class ModelRunner:
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the tables up to date with the scheduler's output (rule S7)."""
-        for request_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
+        gone = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids | scheduler_output.lost_req_ids
+        for request_id in gone:
             if request_id in self.rows:
                 self.free_rows.append(self.rows.pop(request_id))
                 del self.requests[request_id]
@@ -201,7 +204,8 @@ class ModelRunner:
 
         seq_lens = num_computed + query_lens
         sampled = np.flatnonzero(seq_lens == self.num_tokens[rows])
-        return StepInputs(request_ids, rows, query_lens, seq_lens, ends[sampled] - 1, sampled)
+        self.logits_indices.array[: len(sampled)] = ends[sampled] - 1
+        return StepInputs(request_ids, rows, query_lens, seq_lens, sampled)
 
     def _determine_batch_execution_and_padding(self, inputs: StepInputs) -> BatchExecution:
         """A captured graph, padded to the next size, for a batch of nothing but decodes; else eager and as it is.
@@ -233,6 +237,7 @@ class ModelRunner:
             slot_mapping=self.slot_mapping[: execution.num_tokens],
             query_lens_list=inputs.query_lens.tolist(),
             seq_lens_list=inputs.seq_lens.tolist(),
+            max_seq_len=None if execution.use_graph else int(inputs.seq_lens.max()),
         )
         self.backend.plan(metadata)
         return metadata
@@ -278,11 +283,12 @@ class ModelRunner:
         The requests are made up and their tokens land in block 0, so this must happen before any request does.
         """
         pool = torch.cuda.graph_pool_handle()
-        for size in sorted((s for s in GRAPH_SIZES if s <= len(self.free_rows)), reverse=True):
+        largest = min(len(self.free_rows), len(self.input_ids.array))
+        for size in sorted((s for s in GRAPH_SIZES if s <= largest), reverse=True):
             ones, rows = np.ones(size, dtype=np.int64), np.arange(size)
-            inputs = StepInputs([], rows, ones, ones, rows, rows)
-            eager = BatchExecution(False, size)
-            input_ids, positions = self._preprocess(eager, self._build_attention_metadata(inputs, eager))
+            inputs = StepInputs([], rows, ones, ones, rows)
+            eager, graphed = BatchExecution(False, size), BatchExecution(True, size)
+            input_ids, positions = self._preprocess(graphed, self._build_attention_metadata(inputs, graphed))
             self._model_forward(input_ids, positions, eager)  # compiles what is not compiled yet
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

@@ -114,20 +114,11 @@ def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     ]
     if not index:
         return
-    chosen = [rows[i] for i in index]
+    chosen, vocab_size = [rows[i] for i in index], logits.shape[-1]
+    parts = [(row.token_ids, row.token_ids[row.num_prompt_tokens :]) for row in chosen]
+    counts = np.array([[np.bincount(ids, minlength=vocab_size) for ids in part] for part in parts], dtype=np.float32)
+    in_any, in_output = torch.from_numpy(counts).to(logits.device).unbind(1)  # [n, vocab_size] each
     penalised = logits[index]
-    vocab_size = logits.shape[-1]
-    longest = max(len(row.token_ids) for row in chosen)
-    seen = np.full(
-        (2, len(chosen), longest), vocab_size, dtype=np.int64
-    )  # [all, output only]; padded with one id too many
-    for i, row in enumerate(chosen):
-        seen[0, i, : len(row.token_ids)] = row.token_ids
-        seen[1, i, : row.num_output_tokens] = row.token_ids[row.num_prompt_tokens :]
-    ids = torch.from_numpy(seen).to(logits.device)
-    counts = torch.zeros(2, len(chosen), vocab_size + 1, device=logits.device)
-    counts.scatter_add_(2, ids, torch.ones_like(ids, dtype=counts.dtype))
-    in_any, in_output = counts[..., :vocab_size]
     repetition = torch.where(in_any > 0, _column(chosen, lambda p: p.repetition_penalty, logits), 1.0)
     penalised = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
     penalised -= in_output * _column(chosen, lambda p: p.frequency_penalty, logits)

@@ -135,6 +135,16 @@ def test_a_batch_of_good_and_bad_lines(options: Sequence[str], tmp_path: Path):
     assert done.stdout == ""
 
 
+def test_a_broken_line_takes_no_id_from_a_good_one(options: Sequence[str], tmp_path: Path):
+    path = write_lines(tmp_path / "in.jsonl", ["broken", {"id": 1, "prompt": "a"}])
+    command = ["generate", *options, "--input", str(path), "--output", str(tmp_path / "out"), "--max-tokens", "2"]
+    for resume in ([], ["--resume"]):
+        assert nanopd(*command, *resume).returncode == 1
+        out = rows((tmp_path / "out").read_text())
+        assert [(row["id"], row["line"]) for row in out if "error" in row] == [("1", 1)]
+        assert [row["id"] for row in out if "error" not in row] == ["1"]
+
+
 def test_output_is_not_overwritten_and_resume_goes_on(options: Sequence[str], tmp_path: Path):
     path = write_lines(tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": f"prompt {i}"} for i in range(8)])
     out = tmp_path / "out.jsonl"

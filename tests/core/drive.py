@@ -19,8 +19,12 @@ class FakeConnector(KVConnectorScheduler):
         self.load_async = True
         self.delay_free: set[str] = set()
         self.allocated: list[tuple[str, list[int], int]] = []
+        self.failed_plans: list[Any] = []
+        self.raises: type[BaseException] | None = None
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.raises:
+            raise self.raises("the connector failed")
         known = self.remote.get(request.request_id, 0)
         return (None, False) if known is None else (max(0, known - num_computed_tokens), self.load_async)
 
@@ -31,6 +35,9 @@ class FakeConnector(KVConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return dict(scheduler_output.num_scheduled_tokens)
+
+    def step_failed(self, metadata: Any) -> None:
+        self.failed_plans.append(metadata)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return request.request_id in self.delay_free, None
@@ -83,7 +90,7 @@ class Driver:
         if threshold := scheduler.config.long_prefill_token_threshold:
             assert max(output.num_scheduled_tokens.values(), default=0) <= threshold
         assert not output.preempted_req_ids & output.num_scheduled_tokens.keys()
-        for gone in output.finished_req_ids | output.preempted_req_ids:
+        for gone in output.finished_req_ids | output.preempted_req_ids | output.lost_req_ids:
             self.tables.pop(gone, None)
             self.computed.pop(gone, None)
         for new in output.scheduled_new_reqs:

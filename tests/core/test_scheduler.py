@@ -411,9 +411,48 @@ def test_a_failed_step_keeps_what_earlier_steps_computed_and_tells_the_worker_ag
     assert driver.reasons == {"b": "length"}
     driver.fail_step()
     output = driver.step()
-    assert {"a", "b"} <= output.finished_req_ids, "the worker may have missed it"
+    assert output.finished_req_ids == {"b"}, "the worker may have missed it"
+    assert output.lost_req_ids == {"a"}, "alive: a connector must not take it for finished"
     assert output.num_scheduled_tokens == {"a": 18 - 16}, "the blocks of the first step were still good"
     driver.run()
+
+
+def test_the_connector_hears_of_a_plan_that_was_not_carried_out():
+    driver, connector, _ = remote(10)
+    driver.fail_step()
+    assert len(connector.failed_plans) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_while_planning_loses_nobody(error: type[BaseException]):
+    connector = FakeConnector()
+    skipped, running, new, bad = (make_request(i, 8, max_tokens=3) for i in ("skip", "run", "new", "bad"))
+    driver = start(running, connector=connector)
+    driver.step()
+    connector.remote["skip"] = None
+    original = connector.get_num_new_matched_tokens
+
+    def fail_for_bad(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        connector.raises = error if request is bad else None
+        return original(request, num_computed_tokens)
+
+    connector.get_num_new_matched_tokens = fail_for_bad  # type: ignore[method-assign]
+    for request in (skipped, new, bad):
+        driver.scheduler.add_request(request)
+    with pytest.raises(error):
+        driver.scheduler.schedule()
+    driver.scheduler.check_invariants()
+    connector.get_num_new_matched_tokens, connector.raises = original, None  # type: ignore[method-assign]
+    connector.remote.clear()
+    driver.run()
+    assert driver.reasons == dict.fromkeys(("run", "skip", "new", "bad"), "length")
+
+
+def test_s5_a_connector_that_promises_more_than_the_prompt_is_not_believed():
+    driver, connector, _ = remote(10)
+    connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (99, True)  # type: ignore[method-assign]
+    driver.step()
+    assert connector.allocated == [("r", [0, 1, 2], 10)]
 
 
 def test_a_remote_load_that_built_on_a_failed_step_is_computed_here():

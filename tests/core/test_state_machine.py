@@ -4,6 +4,7 @@ After every step the invariants K10 hold, progress (S11) is checked by the sched
 that arrived has ended and every block is free.
 """
 
+import contextlib
 import random
 
 import pytest
@@ -85,9 +86,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerMachine.steps += 1
             self.driver.step({request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests})
 
-    @rule()
-    def a_step_fails(self):
-        self.driver.fail_step()
+    @rule(while_planning=st.booleans())
+    def a_step_fails(self, while_planning):
+        if while_planning and (self.scheduler.waiting or self.scheduler.skipped_waiting):
+            self.connector.raises = RuntimeError
+            with contextlib.suppress(RuntimeError):
+                self.scheduler.take_back(self.driver.schedule())  # planned without asking the connector: fails later
+            self.connector.raises = None
+        else:
+            self.driver.fail_step()
 
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.requests)

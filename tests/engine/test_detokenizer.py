@@ -74,6 +74,20 @@ def test_no_stop_before_min_tokens():
     assert run("aba", ["a"], min_tokens=3)[1] == "a"
 
 
+def test_tokens_without_text_do_not_hurry_a_character():
+    detokenizer = Detokenizer(Bytes(), [65], SamplingParams())  # type: ignore[arg-type]
+    for token in [300, 300, 300, *"👩".encode()]:
+        detokenizer.append([token])
+    assert detokenizer.text == "👩"
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_rest_back_for_ever():
+    detokenizer = Detokenizer(Bytes(), [65], SamplingParams())  # type: ignore[arg-type]
+    for _ in range(20):
+        detokenizer.append([0xFF])
+    assert len(detokenizer.text) > 10
+
+
 def test_a_broken_last_character_is_shown_at_the_end():
     detokenizer = Detokenizer(Bytes(), [65], SamplingParams())  # type: ignore[arg-type]
     detokenizer.append([0xE2, 0x82])

@@ -242,6 +242,13 @@ def test_a_bad_salt_or_a_taken_id_leaves_nothing_behind(llm: LLM):
     llm.add_request("x", greedy(), "q#1")
     with pytest.raises(UserError, match="already in use"):
         llm.add_request("x", greedy(n=3, temperature=1.0), "q")
-    llm.abort_requests(["q#1"])
+    for taken in ("two", "12345"):
+        llm.add_request("x", greedy(n=2, temperature=1.0), taken)
+        with pytest.raises(UserError, match="already in use"):
+            llm.add_request("x", greedy(), taken)
+    llm._ids = iter(["12345", "12346"])  # type: ignore[assignment]
+    assert llm.add_request("x", greedy()).request_id == "12346", "an id of ours gives way to one of the user's"
+    llm.abort_requests(["q#1", "two", "12345", "12346"])
+    llm._ids = iter(map(str, range(99999, 999999)))  # type: ignore[assignment]
     assert not llm.has_unfinished_requests()
     assert not llm.core.scheduler.requests

@@ -42,9 +42,28 @@ def test_a_sliding_window(tiny_mistral: Path):
     assert run(tiny_mistral, "triton", num_blocks=60)[0] == run(tiny_mistral, "cpu", num_blocks=60)[0]
 
 
+def test_no_graph_is_larger_than_the_buffers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = LLM(str(tiny_model), num_blocks=10, max_num_batched_tokens=17).core.runner
+    captured: list[int] = []
+
+    class Graph:
+        def __init__(self, *_: object, **__: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: None)
+    for name in ("CUDAGraph", "graph"):
+        monkeypatch.setattr(f"torch.cuda.{name}", Graph)
+    monkeypatch.setattr(runner, "_model_forward", lambda input_ids, *_: captured.append(len(input_ids)))
+    runner.capture_graphs()
+    assert sorted(runner.graphs) == [1, 2, 4, 8, 16]
+    assert set(captured) == set(runner.graphs), "each forward got a batch of its size"
+
+
 def batch(query_lens: list[int]) -> StepInputs:
     lens = np.array(query_lens)
-    return StepInputs([], np.arange(len(lens)), lens, lens + 3, np.cumsum(lens) - 1, np.arange(len(lens)))
+    return StepInputs([], np.arange(len(lens)), lens, lens + 3, np.arange(len(lens)))
 
 
 def test_a_graph_is_chosen_for_decodes_alone_and_padded_to_the_next_size(tiny_model: Path):
