@@ -98,6 +98,8 @@ def run_file(
 ) -> int:
     """Requests from a file (`-`: stdin) to a file (None: stdout). Returns the exit code."""
     with contextlib.ExitStack() as stack:
+        if str(input) == "-" and sys.stdin is None:
+            raise UserError("--input - reads standard input, and that is closed.")
         source = sys.stdin.buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
         total = sum(1 for line in source if line.strip()) if source.seekable() else None
         if total is not None:

@@ -146,10 +146,10 @@ def kernels(targets: list[str]) -> Iterator[dict[str, Any]]:
         raise UserError("Triton is not installed (it exists for Linux only).") from None
     if unknown := sorted(set(targets) - set(aot.TARGETS)):
         raise UserError(f"Unknown target {', '.join(unknown)}; known are {', '.join(aot.TARGETS)}.")
+    if INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so nothing can be compiled; unset it for this command.")
     if torch.cuda.is_available():
         yield from _kernel_times()
-    elif INTERPRETED:
-        raise UserError("TRITON_INTERPRET is set, so nothing can be compiled; unset it for this command.")
     else:
         for target in targets or list(aot.TARGETS):
             yield from aot.report(target)

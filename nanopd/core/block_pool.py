@@ -140,9 +140,3 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self.cached_block_hash_to_block:
             self.cached_block_hash_to_block[block_hash] = block
             block.block_hash = block_hash
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets all contents; the blocks themselves stay where they are."""
-        for block in self.cached_block_hash_to_block.values():
-            block.block_hash = None
-        self.cached_block_hash_to_block.clear()

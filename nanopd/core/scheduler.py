@@ -135,20 +135,19 @@ class Scheduler:
         Everyone in it is preempted: the worker may have got half-way with them, and forgets them this way too. The ids
         it was to hear of are told again.
         """
-        computed = {r.request_id: r.num_computed_tokens for r in output.scheduled_cached_reqs}
-        for new in output.scheduled_new_reqs:  # what a connector was to bring with the step counts as not there either
-            computed[new.request_id] = new.num_computed_tokens - self._num_external(new.request_id)
+        known = {r.request_id: r.num_computed_tokens for r in output.scheduled_cached_reqs}
+        computed = known | {r.request_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         for request in reversed([r for r in self.running if r.request_id in computed]):
-            self.kv.uncache_blocks(request, computed[request.request_id])
+            good = computed[request.request_id]
+            if request.request_id not in known:  # what a connector was to bring with the step may not be there either
+                good -= request.num_external_tokens
+            self.kv.uncache_blocks(request, good)
             self._preempt(request)
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         self._finished_req_ids |= output.finished_req_ids
         self._lost_req_ids |= output.lost_req_ids | output.preempted_req_ids | computed.keys()
         if self.connector and output.kv_connector_metadata is not None:
             self.connector.step_failed(output.kv_connector_metadata)
-
-    def _num_external(self, request_id: str) -> int:
-        return self.requests[request_id].num_external_tokens if request_id in self.requests else 0
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
@@ -210,13 +209,19 @@ class Scheduler:
                 if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
                     break  # nobody overtakes the head of the queue
 
-                queue.popleft()
                 block_ids = self.kv.get_block_ids(request.request_id)
                 if not holds_blocks:
-                    self._count_hits(request, len(hits) * self.kv.block_size, num_external)
+                    num_local = len(hits) * self.kv.block_size
+                    self._count_hits(request, num_local, num_external)
                     request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
                     if self.connector and request.ask_connector:
-                        self.connector.update_state_after_alloc(request, block_ids, num_external)
+                        try:
+                            self.connector.update_state_after_alloc(request, block_ids, num_external)
+                        except BaseException:
+                            self.kv.uncache_blocks(request, num_local)
+                            self._forget_external_tokens(request)
+                            raise
+                queue.popleft()
                 if load_async:  # S5: it has its blocks, and waits for what belongs in them
                     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
                     self.loading.add(request.request_id)

@@ -87,14 +87,13 @@ class CPUAttention:
         out[:] = block_table[request, positions // block_size].long() * block_size + positions % block_size
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Groups the requests of this step: [query_len 1, seq_len within a factor of 2], or one chunk alone."""
+        """Groups the requests of this step: decodes whose lengths are within a factor of 2, and each chunk by itself."""
         self._slot_mapping, self._groups = metadata.slot_mapping, list[_Group]()
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, (query_len, seq_len) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list)):
-            groups.setdefault((seq_len.bit_length(),) if query_len == 1 else (query_len, i), []).append(i)
-        for key, rows in groups.items():
-            first, query_len = metadata.query_start_loc[rows].long(), 1 if len(key) == 1 else key[0]
-            tokens = first.unsqueeze(1) + torch.arange(query_len)
+            groups.setdefault((query_len, seq_len.bit_length() if query_len == 1 else i), []).append(i)
+        for (query_len, _), rows in groups.items():
+            tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)
             self._groups.append(_Group(tokens, metadata.block_table[rows].long(), metadata.seq_lens[rows].long()))
 
     def __call__(

@@ -207,7 +207,7 @@ def test_input_that_is_no_text_and_streams_that_are_closed(options: Sequence[str
         done = nanopd(command, *options, stdin=b"\xff\xfe\n")
         assert (done.returncode, "not UTF-8" in done.stderr) == (code, True)
     command = f"{sys.executable} -m nanopd generate {' '.join(options)} --max-tokens 1"
-    for redirection, code in (("<&-", 2), ("x >&-", 0), ("x > /dev/full", 2), ("$'\\xff'", 2)):
+    for redirection, code in (("<&-", 2), ("--input - <&-", 2), ("x >&-", 0), ("x > /dev/full", 2), ("$'\\xff'", 2)):
         done = subprocess.run(["bash", "-c", f"{command} {redirection}"], capture_output=True, text=True)
         assert done.returncode == code, (redirection, done.stderr)
         assert "Traceback" not in done.stderr, redirection

@@ -52,15 +52,6 @@ def test_k7_the_first_block_with_a_hash_stays():
     assert twin.block_hash is None
 
 
-def test_reset_forgets_contents_and_nothing_else():
-    pool = BlockPool(2)
-    (block,) = pool.get_new_blocks(1)
-    pool.cache(block, b"h")
-    pool.reset_prefix_cache()
-    assert pool.get_cached_block(b"h") is None
-    assert (block.block_hash, block.ref_cnt) == (None, 1)
-
-
 def test_k6_the_drawing_of_blocks_3_7_8_9():
     """The seed: a request with 4 full blocks of 2 tokens loses blocks 3, 7, 8, 9 to a preemption and comes back.
 

@@ -448,6 +448,25 @@ def test_an_exception_while_planning_loses_nobody(error: type[BaseException]):
     assert driver.reasons == dict.fromkeys(("run", "skip", "new", "bad"), "length")
 
 
+def test_a_connector_that_fails_when_blocks_are_given_out_loses_nobody():
+    driver, connector, request = remote(4, prompt=8)
+    connector.load_async = False
+    original = connector.update_state_after_alloc
+
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    connector.update_state_after_alloc = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        driver.scheduler.schedule()
+    driver.scheduler.check_invariants()
+    assert list(driver.scheduler.waiting) == [request]
+    assert not driver.scheduler.kv.pool.cached_block_hash_to_block
+    connector.update_state_after_alloc = original  # type: ignore[method-assign]
+    driver.run()
+    assert driver.reasons == {"r": "length"}
+
+
 def test_s5_a_connector_that_promises_more_than_the_prompt_is_not_believed():
     driver, connector, _ = remote(10)
     connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (99, True)  # type: ignore[method-assign]

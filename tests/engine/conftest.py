@@ -78,7 +78,7 @@ def check_greedy(model_path: Path, prompt: list[int], tokens: list[int], min_mar
     """Asserts that `tokens` are what transformers would have chosen greedily after `prompt`, in float32.
 
     One forward pass over prompt and answer: by induction, if each token is the best one after those before it, the
-    whole is what `generate` gives.
+    whole is what `generate` gives. Only where the two best are closer than `min_margin` may the second stand.
     """
     logits = reference(model_path)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     best = logits.topk(2, dim=-1)

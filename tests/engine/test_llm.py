@@ -14,6 +14,11 @@ def llm(tiny_model: Path) -> LLM:
     return LLM(str(tiny_model), dtype="float32", num_blocks=200, check_invariants=True)
 
 
+def forget_cached(llm: LLM) -> None:
+    for block in llm.core.scheduler.kv.pool.blocks:
+        llm.core.scheduler.kv.pool.evict(block)
+
+
 def greedy(**options: object) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 8, "ignore_eos": True} | options))  # type: ignore[arg-type]
 
@@ -41,7 +46,7 @@ def test_chat_applies_the_template(llm: LLM):
 
 
 def test_metrics(llm: LLM):
-    llm.core.scheduler.kv.pool.reset_prefix_cache()
+    forget_cached(llm)
     prompt = list(range(50, 100))
     for cached in (0, 48):
         (output,) = llm.generate([prompt], greedy())
@@ -126,12 +131,10 @@ def test_stop_strings_and_stop_tokens(llm: LLM):
 
 
 def test_eos_ends_unless_ignored(llm: LLM):
-    params = SamplingParams(temperature=1.5, seed=3, max_tokens=400)
     outputs = llm.generate(["eos"] * 6, [SamplingParams(temperature=1.5, seed=s, max_tokens=300) for s in range(6)])
     ended = [o.outputs[0] for o in outputs if o.outputs[0].finish_reason == "stop"]
     assert ended, "with 300 ids a random model meets its end-of-sequence token sooner or later"
     assert all(c.token_ids[-1] == 256 and 256 not in c.token_ids[:-1] and c.stop_reason is None for c in ended)
-    del params
 
 
 def test_abort_at_any_moment(llm: LLM):
@@ -219,7 +222,7 @@ def test_an_interrupted_prefill_leaves_no_trace_in_the_cache(tiny_model: Path, m
         assert not llm.has_unfinished_requests()
         (output,) = llm.generate([prompt], greedy())
         assert output.outputs[0].token_ids == expected
-        llm.core.scheduler.kv.pool.reset_prefix_cache()
+        forget_cached(llm)
     # a request that is not aborted goes on by itself, with the same tokens
     stop_at_call(4)
     output = llm.add_request(prompt, greedy())
