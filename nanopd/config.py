@@ -8,10 +8,10 @@ command line is built from the fields below (their help text becomes `--help`), 
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
-KVLayout = Literal["kv_first", "blocks_first", "cross_layer"]
-LAYOUTS: tuple[KVLayout, ...] = ("kv_first", "blocks_first", "cross_layer")
+LAYOUTS = ("kv_first", "blocks_first", "cross_layer")
+KVLayout = str
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INT64 = 2**63
 _MANY = 2**31 - 1
@@ -86,7 +86,9 @@ class EngineConfig:
         0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
     )
     enable_prefix_caching: bool = _opt(True, "Reuse the blocks of equal prefixes.")
-    kv_layout: KVLayout = _opt("kv_first", "kv_first, blocks_first or cross_layer.", choices=LAYOUTS)
+    kv_layout: str | None = _opt(
+        None, "kv_first, blocks_first or cross_layer; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS
+    )
     attention_backend: str = _opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
     seed: int = _opt(
         0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
@@ -98,6 +100,43 @@ class EngineConfig:
         _check(self)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory)
+
+
+@dataclass(frozen=True)
+class KVTransferConfig:
+    """How KV blocks travel between a prefill engine (P) and a decode engine (D). Times are seconds."""
+
+    role: str | None = _opt(
+        None, "prefill, decode or both; without it a single node.", choices=("prefill", "decode", "both")
+    )
+    kv_host: str = _opt("127.0.0.1", "Address of this node that its peers can reach, for messages and for KV blocks.")
+    kv_port: int = _opt(8998, "Port of the side channel on which a D asks this P for blocks; 0: any.", 0, 65535)
+    kv_protocol: str = _opt("tcp", "What Mooncake moves blocks over: tcp or rdma.", choices=("tcp", "rdma"))
+    kv_device: str = _opt("", "RDMA devices, comma-separated; empty: Mooncake chooses.")
+    kv_push: str = _opt(
+        "whole", "Send a prompt's blocks when all are computed, or per_chunk.", choices=("whole", "per_chunk")
+    )
+    kv_send_order: str = _opt("fifo", "Which send goes first: fifo or shortest.", choices=("fifo", "shortest"))
+    kv_hold_timeout: float = _opt(120.0, "How long P keeps the blocks of a prompt that no D has fetched.", 0.1, 1e6)
+    kv_load_timeout: float = _opt(60.0, "How long D waits for blocks before it computes them itself.", 0.1, 1e6)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Options of the HTTP server. Times are seconds."""
+
+    host: str = _opt("127.0.0.1", "Address to listen on; 0.0.0.0: all (then set --api-key).")
+    port: int = _opt(8000, "Port to listen on; 0: any.", 0, 65535)
+    api_key: str | None = _opt(None, "Clients must send it as a bearer token; without it anyone may ask.")
+    served_model_name: str | None = _opt(None, "Name of the model in the API; without it the name of its directory.")
+    max_waiting: int = _opt(256, "Most requests beyond max_num_seqs; those above it are refused with 429.", 0, _MANY)
+    shutdown_timeout: float = _opt(30.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True)

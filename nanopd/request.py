@@ -57,9 +57,12 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache or a connector saved, at the first scheduling
     num_preemptions: int = 0
+    history: list[tuple[float, str]] = field(default_factory=list)  # when it came into which status
+    transfer: dict[str, float] | None = None  # what it took to bring its KV blocks here, see connector/protocol.py
 
-    def as_dict(self, num_output_tokens: int) -> dict[str, float | int | None]:
-        """What users read: seconds of queueing, to the first token, between tokens; and the two counts."""
+    def as_dict(self, num_output_tokens: int) -> dict[str, Any]:
+        """What users read: seconds of queueing, to the first token, between tokens; the counts; when it came
+        into which status, in seconds since its arrival."""
 
         def since(start: float | None, end: float | None) -> float | None:
             return None if start is None or end is None else round(end - start, 6)
@@ -72,6 +75,8 @@ class RequestMetrics:
             "e2e_latency": since(self.arrival_time, self.last_token_time),
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
+            "history": [(round(at - self.arrival_time, 6), status) for at, status in self.history],
+            "transfer": self.transfer,
         }
 
 
@@ -111,6 +116,7 @@ class Request:
         self.metrics = RequestMetrics()
         self.stop_reason: int | str | None = None  # the token or the text that stopped it, or what went wrong
         self._status = RequestStatus.WAITING
+        self.metrics.history.append((self.metrics.arrival_time, self._status.value))
 
     @property
     def status(self) -> RequestStatus:
@@ -123,6 +129,7 @@ class Request:
                 f"request {self.request_id}: {self._status.name} -> {new.name} is not a legal transition"
             )
         self._status = new
+        self.metrics.history.append((time.monotonic(), new.value))
 
     @property
     def num_tokens(self) -> int:

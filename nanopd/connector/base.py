@@ -11,7 +11,7 @@ decides nothing. Rules S5, S10, K8, P3-P5; lesson 06. Names follow vLLM's KVConn
 from abc import ABC, abstractmethod
 from typing import Any
 
-from nanopd.core.output import KVConnectorOutput, SchedulerOutput
+from nanopd.core.output import KVConnectorOutput, SchedulerOutput, TransferStats
 from nanopd.request import Request
 
 
@@ -54,4 +54,12 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> KVConnectorOutput:
-        """What has ended since the last call."""
+        """What has ended since the last call. Called at the end of each step, when all it computed is in the cache."""
+
+    @abstractmethod
+    def stats(self) -> TransferStats:
+        """What has been moved since the start."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops all transfers, threads and sockets."""

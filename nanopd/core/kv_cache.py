@@ -41,6 +41,11 @@ def hash_block(parent: bytes, token_ids: bytes, extra_keys: Sequence[str] = ()) 
     return h.digest()
 
 
+def reclaimed(request_id: str) -> str:
+    """The name under which the blocks are kept that a request has given up and a peer may still touch."""
+    return f"{request_id} (reclaiming)"
+
+
 class KVCacheManager:
     """Allocates, shares and frees the blocks of requests.
 
@@ -148,10 +153,16 @@ class KVCacheManager:
         for block in self.tables[request.request_id][num_tokens // self.block_size :]:
             self.pool.evict(block)
 
-    def free(self, request: Request) -> None:
+    def free(self, request_id: str) -> None:
         """Gives back all blocks of the request, last block first (rule K6). Without blocks, does nothing."""
-        self.pool.free(reversed(self.tables.pop(request.request_id, ())))
-        self._num_offered.pop(request.request_id, None)
+        self.pool.free(reversed(self.tables.pop(request_id, ())))
+        self._num_offered.pop(request_id, None)
+
+    def quarantine(self, request_id: str) -> None:
+        """Takes the blocks away from the request without freeing them: a peer may still touch them (rule P4).
+        `free(reclaimed(request_id))` does it later."""
+        self.tables[reclaimed(request_id)] = self.tables.pop(request_id)
+        self._num_offered.pop(request_id, None)
 
     def get_num_common_prefix_blocks(self, running: Sequence[Request]) -> int:
         """How many blocks at the start of their tables all running requests share (for cascade attention).

@@ -56,11 +56,17 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What the connector's worker half has seen happen since the last step: ids of requests."""
+    """What the connector's worker half has seen happen since the last step: ids of requests.
+
+    `given_up`: nobody waits for these loads any more, but a peer may still write into their blocks. Each of them is
+    reported again, in one of the other sets, when it can't (rule P4).
+    """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
+    transfers: dict[str, dict[str, float]] = field(default_factory=dict)  # of those that came: bytes, seconds, …
 
 
 @dataclass(slots=True)
@@ -99,9 +105,25 @@ class SchedulerStats:
     """One look at the scheduler, for progress bars and metrics. Those from `num_preemptions` on only grow."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # among them those that load
+    num_loading: int  # WAITING_FOR_REMOTE_KVS
+    num_reclaiming: int  # ended or given up, with blocks that a peer may still touch
     kv_cache_usage: float
     num_preemptions: int
     prefix_cache_queries: int  # tokens looked up in the prefix cache
     prefix_cache_hits: int  # tokens found there
     num_scheduled_tokens: int
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What a connector has moved since it started. All of it only grows."""
+
+    sent: int = 0  # requests
+    sent_bytes: int = 0
+    sent_pieces: int = 0
+    sent_seconds: float = 0.0  # of writing, added up over the sender threads
+    send_failures: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    receive_failures: int = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nanopd.config import EngineConfig, UserError
 from nanopd.core.block_pool import KVCacheBlock
-from nanopd.core.kv_cache import KVCacheManager
+from nanopd.core.kv_cache import KVCacheManager, reclaimed
 from nanopd.core.output import (
     CachedRequestData,
     EngineCoreOutput,
@@ -64,7 +64,7 @@ class Scheduler:
         self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
         self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
-        self.reclaiming: dict[str, Request] = {}  # ended, but a peer may still touch their blocks (rule P4)
+        self.reclaiming: set[str] = set()  # ended or given up, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
-        self.kv.free(request)
+        self.kv.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         request.metrics.num_preemptions += 1
@@ -268,7 +268,7 @@ class Scheduler:
 
     def _forget_external_tokens(self, request: Request) -> None:
         """Gives a waiting request's blocks back; it will be computed here like any other."""
-        self.kv.free(request)
+        self.kv.free(request.request_id)
         request.num_computed_tokens = request.num_external_tokens = 0
         request.ask_connector = False
         self.finished_recving_kv_req_ids.discard(request.request_id)
@@ -335,14 +335,16 @@ class Scheduler:
     def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
         """Transfers that ended: who can be promoted, who computes itself (or fails, S10), whose blocks are free now."""
         news = []
-        for request_id in output.finished_sending | output.finished_recving | output.failed_recving:
-            if request_id in self.reclaiming:
-                self.kv.free(self.reclaiming.pop(request_id))
-            elif request_id in self.loading:
+        for request_id in output.given_up & self.loading:
+            self.kv.quarantine(request_id)
+            self.reclaiming.add(request_id)
+        for request_id in output.finished_sending | output.finished_recving | output.failed_recving | output.given_up:
+            if request_id in self.loading:
                 request = self.requests[request_id]
                 self.loading.remove(request_id)
-                if request_id not in output.failed_recving:
+                if request_id in output.finished_recving:
                     self.finished_recving_kv_req_ids.add(request_id)
+                    request.metrics.transfer = output.transfers.get(request_id)
                 elif self.config.kv_load_failure_policy == "recompute":
                     self._forget_external_tokens(request)
                 else:
@@ -350,6 +352,9 @@ class Scheduler:
                     self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
                     reason = RequestStatus.FINISHED_ERROR.value, request.stop_reason
                     news.append(EngineCoreOutput(request_id, [], request.metrics, None, *reason))
+            elif request_id in self.reclaiming and request_id not in output.given_up:
+                self.reclaiming.remove(request_id)
+                self.kv.free(reclaimed(request_id))
         return news
 
     def _release(self, request: Request) -> dict[str, object] | None:
@@ -365,9 +370,10 @@ class Scheduler:
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
         if delay_free or still_loading:
-            self.reclaiming[request_id] = request
+            self.kv.quarantine(request_id)
+            self.reclaiming.add(request_id)
         else:
-            self.kv.free(request)
+            self.kv.free(request_id)
         return kv_transfer_params
 
     # ---------------------------------------------------------------- what others may look at
@@ -381,12 +387,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        totals = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
-        return SchedulerStats(len(self.running), num_waiting, self.kv.usage, *totals)
+        now = len(self.running), num_waiting, len(self.loading), len(self.reclaiming), self.kv.usage
+        return SchedulerStats(*now, self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled)
 
     def check_invariants(self) -> None:
         """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""
-        self.kv.check_invariants([*self.requests, *self.reclaiming])
+        self.kv.check_invariants([*self.requests, *map(reclaimed, self.reclaiming)])
         queued = [r.request_id for queue in (self.running, self.waiting, self.skipped_waiting) for r in queue]
         assert sorted(queued) == sorted(self.requests), f"queues hold {queued}, requests are {list(self.requests)}"
         assert all(r.status is RequestStatus.RUNNING for r in self.running), f"{self.running}"

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
-from nanopd.config import EngineConfig, UserError
-from nanopd.connector.base import KVConnectorScheduler, KVConnectorWorker
+from nanopd.config import EngineConfig, KVTransferConfig, UserError
 from nanopd.core.kv_cache import KVCacheManager
-from nanopd.core.output import EngineCoreOutput
+from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
@@ -31,16 +30,15 @@ class EngineCore:
 
     Args:
         config: what the user asked for.
-        connector: both halves of a KV connector, or None.
+        kv_transfer: with a role, KV blocks move between this engine and others (P/D).
 
     Raises:
         UserError: the model cannot be found or loaded, or the memory does not suffice.
     """
 
-    def __init__(
-        self, config: EngineConfig, connector: tuple[KVConnectorScheduler, KVConnectorWorker] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig | None = None) -> None:
         self.config = config
+        kv_transfer = kv_transfer or KVTransferConfig()
         on_cpu = config.attention_backend == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
         self.device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
         backend = choose_backend(config.attention_backend, self.device)
@@ -62,9 +60,15 @@ class EngineCore:
 
         peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
-        kv_cache = KVCache.allocate(model, num_blocks, config.block_size, config.kv_layout, dtype, self.device)
+        layout = config.kv_layout or ("cross_layer" if kv_transfer.role else "kv_first")
+        kv_cache = KVCache.allocate(model, num_blocks, config.block_size, layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        scheduler_half, worker_half = connector or (None, None)
+        scheduler_half, worker_half = None, None
+        if kv_transfer.role:
+            from nanopd.connector.mooncake import make_connector
+
+            scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout)
+        self.connector = worker_half
         self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), scheduler_half)
         self.max_model_len = self.scheduler.max_model_len
         if self.max_model_len < 2:
@@ -76,7 +80,7 @@ class EngineCore:
         num_tokens, gib = num_blocks * config.block_size, kv_cache.memory.nbytes / 2**30
         logger.info(
             f"KV cache: {num_blocks} blocks of {config.block_size} tokens = {num_tokens} tokens, {gib:.2f} GiB, "
-            f"{config.kv_layout}; room for {num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
+            f"{layout}; room for {num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
         )
         if self.max_model_len < max_model_len:
             logger.warning(
@@ -112,3 +116,12 @@ class EngineCore:
         if not scheduler_output.total_num_scheduled_tokens:
             time.sleep(0.0005)  # only transfers in flight: leave the processor to them
         return news
+
+    def stats(self) -> tuple[SchedulerStats, TransferStats | None]:
+        """The scheduler's numbers, and the connector's if there is one."""
+        return self.scheduler.stats(), self.connector.stats() if self.connector else None
+
+    def close(self) -> None:
+        """Lets go of what other processes see of this engine."""
+        if self.connector:
+            self.connector.close()

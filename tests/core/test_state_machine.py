@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(fail=st.booleans(), data=st.data())
     @precondition(lambda self: self.scheduler.loading or self.scheduler.reclaiming)
     def transfer_ends(self, fail, data):
-        in_flight = sorted(self.scheduler.loading | self.scheduler.reclaiming.keys())
+        in_flight = sorted(self.scheduler.loading | self.scheduler.reclaiming)
         ended = set(data.draw(st.lists(st.sampled_from(in_flight), min_size=1, unique=True)))
         sending = {i for i in ended if i not in self.scheduler.loading}
         loading = ended - sending
@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_unfinished_requests():
                 break
             loading = set(self.scheduler.loading)
-            self.driver.transfers = KVConnectorOutput(self.scheduler.reclaiming.keys() - loading, loading, set())
+            self.driver.transfers = KVConnectorOutput(self.scheduler.reclaiming - loading, loading, set())
             self.step(1, 1)
             self.answer_lookups_for_good()
         assert not self.scheduler.has_unfinished_requests(), self.scheduler

@@ -1,0 +1,1 @@
+"""The HTTP side: an OpenAI-compatible server for one engine, and a router in front of many."""
