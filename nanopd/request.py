@@ -99,7 +99,7 @@ class Request:
         sampling_params: SamplingParams,
         eos_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
-        kv_transfer_params: dict[str, Any] | None = None,
+        kv_transfer_params: Any = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params

@@ -40,6 +40,13 @@ class KVConnectorScheduler(ABC):
         """
         return False, None
 
+    def make_room(self) -> None:  # noqa: B027 (optional)
+        """Nothing can be scheduled for want of blocks: those held for peers that have not asked should be given up."""
+
+    def has_news(self) -> bool:
+        """Is there anything that the worker half has to be told, even if no request is left to compute?"""
+        return False
+
     def step_failed(self, metadata: Any) -> None:  # noqa: B027 (optional)
         """The step with this plan failed, and the worker half may or may not have seen it: the plan has to be part of
         the next one again, and the worker half has to ignore what it has begun already."""

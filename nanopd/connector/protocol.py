@@ -21,14 +21,16 @@ from nanopd.config import UserError
 
 VERSION = 1
 MAX_FRAME = 2**20  # bytes of one message: the ids of 100,000 blocks
+CANCELLED = "cancelled"  # the reason of the Failed that answers a Cancel
 
 
 class SendState(enum.Enum):
     """P's side of a transfer."""
 
-    ASKED = "asked"  # D has asked; the blocks are not (all) computed yet
-    HELD = "held"  # the blocks are there; D has not asked yet
-    SENDING = "sending"  # both are known: writes are queued or under way
+    ASKED = "asked"  # D has asked; P's own request has not come yet
+    COMPUTING = "computing"  # P computes the prompt; D may have asked or not
+    HELD = "held"  # the blocks are there; D has not asked
+    SENDING = "sending"  # D has asked, and there are blocks to write
     DONE = "done"
     FAILED = "failed"
 
@@ -43,7 +45,8 @@ class RecvState(enum.Enum):
 
 
 SEND_TRANSITIONS: dict[SendState, frozenset[SendState]] = {
-    SendState.ASKED: frozenset({SendState.SENDING, SendState.FAILED}),
+    SendState.ASKED: frozenset({SendState.COMPUTING, SendState.FAILED}),
+    SendState.COMPUTING: frozenset({SendState.HELD, SendState.SENDING, SendState.FAILED}),
     SendState.HELD: frozenset({SendState.SENDING, SendState.FAILED}),
     SendState.SENDING: frozenset({SendState.DONE, SendState.FAILED}),
     SendState.DONE: frozenset(),
@@ -64,7 +67,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False  # this engine is D: fetch the prompt's blocks from the P named below
     remote_host: str | None = None
     remote_port: int | None = None
-    transfer_id: str | None = None  # the same on both sides; without it the request id
+    transfer_id: str = ""  # the same on both sides; the server fills in X-Request-Id where it is missing
 
     @classmethod
     def of(cls, raw: dict[str, Any] | None) -> "KVTransferParams | None":
@@ -132,3 +135,15 @@ class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     transfer_id: str
     reason: str
+
+
+class _Envelope(msgspec.Struct):
+    transfer_id: str = ""
+
+
+def transfer_of(frame: bytes) -> str:
+    """The transfer that a message is about which cannot be understood otherwise; "" if that cannot be told either."""
+    try:
+        return msgspec.msgpack.decode(frame, type=_Envelope).transfer_id
+    except msgspec.MsgspecError:
+        return ""

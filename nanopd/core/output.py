@@ -123,7 +123,7 @@ class TransferStats:
     sent_bytes: int = 0
     sent_pieces: int = 0
     sent_seconds: float = 0.0  # of writing, added up over the sender threads
-    send_failures: int = 0
+    send_failures: int = 0  # cancelled ones among them
     received: int = 0
     received_bytes: int = 0
     receive_failures: int = 0

@@ -103,7 +103,7 @@ class Scheduler:
         self.skipped_waiting = deque(r for r in self.skipped_waiting if r.request_id not in ended)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests or self.reclaiming)
+        return bool(self.requests or self.reclaiming or (self.connector and self.connector.has_news()))
 
     # ---------------------------------------------------------------- one step
 
@@ -281,6 +281,8 @@ class Scheduler:
         Loaded requests hold blocks without running. If they keep the head of the queue from getting its own, the last
         of them gives its blocks back and will recompute; at the latest when only the head is left, it fits (S9).
         """
+        if self.reclaiming and self.connector:
+            self.connector.make_room()
         if self.loading or self.reclaiming or lookups_pending:
             return
         for request in reversed([*self.skipped_waiting, *self.waiting]):

@@ -1,0 +1,178 @@
+"""D's worker half: asks P for blocks, and knows when they have come or when P can no longer write into them.
+
+It has no thread: it is called at the start and the end of each step, sends without waiting and looks what has come. The
+bytes themselves arrive without it, written by P's transport. One socket for each P; the socket lives as long as its
+connection does, so a P that dies, or is not there, is seen at once and fails only its own transfers (rule P6).
+
+    start ---> ASKED --- Done ----------------------------------> DONE
+                 |------ Failed --------------------------------> FAILED     recompute
+                 '------ timeout, abort, P gone --> RECLAIMING -> FAILED     recompute at once, in other blocks; these
+                                                                             stay out of use until P cannot write (P4)
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from nanopd.connector.protocol import MAX_FRAME, RECV_TRANSITIONS, VERSION, Cancel, Done, Failed, Pull, RecvState
+from nanopd.core.output import KVConnectorOutput, TransferStats
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+# After P's end of the connection is gone, bytes that its machine had sent may still be on their way into our memory.
+GRACE = 1.0
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # it has died, or nobody answers at that address
+
+
+@dataclass
+class Recv:
+    """One load."""
+
+    request_id: str
+    peer: Address
+    deadline: float  # time.monotonic()
+    state: RecvState = RecvState.ASKED
+    gone_at: float | None = None  # when P's end of the connection was found gone
+
+    def to(self, state: RecvState) -> None:
+        assert state in RECV_TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
+        self.state = state
+
+
+@dataclass
+class Peer:
+    """The connection to one P, and what we still want to hear from it, by transfer id."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    recvs: dict[str, Recv] = field(default_factory=dict)
+
+
+class Consumer:
+    """All loads of an engine.
+
+    Args:
+        load_timeout: seconds until a load is given up.
+        stats: counted in here.
+    """
+
+    def __init__(self, load_timeout: float, stats: TransferStats) -> None:
+        self._load_timeout, self._stats = load_timeout, stats
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._peers: dict[Address, Peer] = {}
+        self._lost: list[Recv] = []  # their P is gone; they wait until GRACE is over
+        self._decoder = msgspec.msgpack.Decoder(Done | Failed)
+        self._output = KVConnectorOutput()
+
+    def start(self, request_id: str, address: Address, pull: Pull) -> None:
+        """Asks for blocks. A transfer that has been begun already is left alone."""
+        peer = self._peer(address)
+        if pull.transfer_id not in peer.recvs:
+            peer.recvs[pull.transfer_id] = Recv(request_id, address, time.monotonic() + self._load_timeout)
+            self._send(peer, pull)
+
+    def cancel(self, address: Address, transfer_id: str, asked: bool) -> None:
+        """The request has ended, or needs nothing from P. Unless all has come already, P is told (rule P5)."""
+        recv = self._peers[address].recvs.get(transfer_id) if address in self._peers else None
+        if recv is not None and recv.state is RecvState.ASKED:
+            recv.to(RecvState.RECLAIMING)
+        elif asked:
+            return
+        self._send(self._peer(address), Cancel(VERSION, transfer_id))
+
+    def poll(self) -> KVConnectorOutput:
+        """What has come since the last call."""
+        now = time.monotonic()
+        for address, peer in list(self._peers.items()):
+            while (message := self._receive(peer)) is not None:
+                self._on_message(peer, message)
+            for transfer_id, recv in peer.recvs.items():
+                if recv.state is RecvState.ASKED and now > recv.deadline:
+                    self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
+            if peer.monitor.poll(0) and recv_monitor_message(peer.monitor)["event"] & _LOST:
+                self._drop(address, peer, now)
+        for recv in [r for r in self._lost if now > (r.gone_at or 0) + GRACE]:
+            self._lost.remove(recv)
+            self._fail(recv, "the prefill node is gone")
+        output, self._output = self._output, KVConnectorOutput()
+        return output
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _peer(self, address: Address) -> Peer:
+        if address not in self._peers:
+            socket = self._context.socket(zmq.DEALER)
+            socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+            socket.set(zmq.TCP_KEEPALIVE, 1)
+            monitor = socket.get_monitor_socket(_LOST)
+            host, port = address
+            socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+            self._peers[address] = Peer(socket, monitor)
+        return self._peers[address]
+
+    def _send(self, peer: Peer, message: Pull | Cancel) -> None:
+        """Never waits: a P whose queue is full answers nothing either, and that is what the timeouts are for."""
+        try:
+            peer.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("the queue of messages to a prefill node is full")
+
+    def _receive(self, peer: Peer) -> Done | Failed | None:
+        while True:
+            try:
+                return self._decoder.decode(peer.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            except msgspec.MsgspecError as error:
+                logger.warning(f"message from a prefill node ignored: {error}")
+
+    def _on_message(self, peer: Peer, message: Done | Failed) -> None:
+        recv = peer.recvs.pop(message.transfer_id, None)
+        if recv is None:
+            return  # the answer to a release
+        if isinstance(message, Failed):
+            self._fail(recv, message.reason)
+            return
+        recv.to(RecvState.DONE)
+        self._stats.received += 1
+        self._stats.received_bytes += message.num_bytes
+        self._output.finished_recving.add(recv.request_id)
+        self._output.transfers[recv.request_id] = {
+            name: getattr(message, name) for name in ("num_bytes", "num_pieces", "seconds", "prefill_seconds")
+        }
+
+    def _fail(self, recv: Recv, reason: str) -> None:
+        if recv.state is RecvState.ASKED:
+            self._count_failure(recv, reason)
+        recv.to(RecvState.FAILED)
+        self._output.failed_recving.add(recv.request_id)
+
+    def _give_up(self, peer: Peer, transfer_id: str, recv: Recv, reason: str) -> None:
+        """Nobody waits any more; the scheduler computes the prompt in other blocks, unless the request has ended."""
+        self._count_failure(recv, reason)
+        recv.to(RecvState.RECLAIMING)
+        self._output.given_up.add(recv.request_id)
+        self._send(peer, Cancel(VERSION, transfer_id))
+
+    def _count_failure(self, recv: Recv, reason: str) -> None:
+        self._stats.receive_failures += 1
+        logger.warning(f"{recv.request_id}: its KV blocks do not come from {recv.peer}: {reason}")
+
+    def _drop(self, address: Address, peer: Peer, now: float) -> None:
+        """P is gone. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""
+        for transfer_id, recv in peer.recvs.items():
+            if recv.state is RecvState.ASKED:
+                self._give_up(peer, transfer_id, recv, "the prefill node is gone")
+            recv.gone_at = now
+            self._lost.append(recv)
+        peer.socket.disable_monitor()
+        peer.socket.close(linger=0)
+        peer.monitor.close(linger=0)
+        del self._peers[address]

@@ -1,0 +1,331 @@
+"""P's worker half: keeps the blocks of computed prompts until a D has fetched them, and writes them into D's memory.
+
+One background thread runs an event loop that owns everything here: the side channel, the clock, the table of transfers.
+The engine's thread only posts `SendPlan`s into it and takes out the ids of finished requests, so a long step delays no
+transfer. Ten coroutines take the next transfer that has blocks to write and hand the writing to ten threads; at most one
+of them works for a transfer, so its writes are in order. States: SEND_TRANSITIONS; rules P1-P5; lesson 11.
+"""
+
+import asyncio
+import enum
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import zmq.asyncio
+
+from nanopd.config import KVTransferConfig, UserError
+from nanopd.connector import protocol
+from nanopd.connector.protocol import CANCELLED, VERSION, Cancel, Done, Failed, Pull, SendState
+from nanopd.connector.transport import TransferError, Transport, pieces_of
+from nanopd.core.output import TransferStats
+
+logger = logging.getLogger(__name__)
+
+NUM_SENDERS = 10
+ROOM_GRACE, ROOM_PAUSE = 1.0, 0.1  # seconds: how long a D may take to ask, even so; between two that are given up
+_REMEMBERED = 10_000  # transfers that have ended, so that whoever asks too late hears it at once
+
+
+class Stage(enum.Enum):
+    """How far P's request is."""
+
+    STARTED = "started"  # it has got blocks; again after a preemption
+    CHUNK = "chunk"  # some of its blocks are full (kv_push per_chunk)
+    COMPLETE = "complete"  # it has ended, and its blocks stay until `take_finished`
+    ABORTED = "aborted"  # it has ended without a whole prompt; the same
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """What the scheduler half says of one prompt."""
+
+    transfer_id: str
+    request_id: str
+    num_tokens: int  # of the whole prompt
+    prompt_hash: bytes
+    stage: Stage = Stage.STARTED
+    block_ids: list[int] | tuple[int, ...] = ()  # of what is computed, from the start of the prompt
+    prefill_seconds: float = 0.0
+
+
+@dataclass
+class Send:
+    """One transfer."""
+
+    state: SendState
+    plan: SendPlan | None = None
+    pull: Pull | None = None
+    peer: bytes = b""  # D on the side channel
+    num_sent: int = 0  # blocks written, from the start of the prompt
+    num_restarts: int = 0
+    held_since: float = 0.0  # time.monotonic()
+    writing: bool = False
+    failure: str | None = None  # why it has to end as soon as nobody writes
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+
+    def to(self, state: SendState) -> None:
+        assert state in protocol.SEND_TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+
+class Producer:
+    """All sends of an engine.
+
+    Args:
+        config: port of the side channel, order of the sends, how long blocks are held.
+        transport: writes.
+        layout: this engine's KV memory, which starts at `address`.
+        stats: counted in here.
+
+    Raises:
+        UserError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        transport: Transport,
+        layout: protocol.Layout,
+        address: int,
+        stats: TransferStats,
+    ) -> None:
+        self._config, self._transport, self._layout, self._address = config, transport, layout, address
+        self._stats = stats
+        self._sends: dict[str, Send] = {}  # by transfer id
+        self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why nothing more comes of it
+        self._finished: queue.SimpleQueue[str] = (
+            queue.SimpleQueue()
+        )  # ids of requests whose blocks nobody reads any more
+        self._jobs: asyncio.PriorityQueue[tuple[int, int, str, Send]] = asyncio.PriorityQueue()
+        self._numbers = itertools.count()
+        self._made_room_at = 0.0
+        self._pool = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="kv-sender")
+        self._closing = threading.Event()
+        self._socket = zmq.asyncio.Context().socket(zmq.ROUTER)
+        self._socket.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
+        self._socket.set(zmq.IPV6, ":" in config.kv_host)
+        host = f"[{config.kv_host}]" if ":" in config.kv_host else config.kv_host
+        try:
+            self._socket.bind(f"tcp://{host}:{config.kv_port or '*'}")
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"The side channel cannot listen on {host}:{config.kv_port} ({error}); choose another --kv-port."
+            ) from error
+        self.port = int(bytes(self._socket.get(zmq.LAST_ENDPOINT)).rsplit(b":", 1)[1])
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kv-producer")
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the engine's thread
+
+    def update(self, plan: SendPlan) -> None:
+        """P's request has come to this stage; the blocks named are in the cache."""
+        self._loop.call_soon_threadsafe(self._update, plan)
+
+    def make_room(self) -> None:
+        """The engine is stuck for want of blocks. Without this, P and D can wait for each other until a timeout: D holds
+        its blocks for a prompt that P cannot begin, since P holds its own for one that D has no room to ask for."""
+        self._loop.call_soon_threadsafe(self._make_room)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose blocks can be freed."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that sends KV blocks has died")
+        return {self._finished.get() for _ in range(self._finished.qsize())}
+
+    def close(self) -> None:
+        """Ends the threads. A write that is under way ends with its batch."""
+        self._closing.set()
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+        self._pool.shutdown()
+        self._thread.join(timeout=5)
+
+    # ---------------------------------------------------------------- the loop's thread
+
+    def _run(self) -> None:
+        async def main() -> None:
+            await asyncio.gather(self._listen(), *(self._send_next() for _ in range(NUM_SENDERS)))
+
+        try:
+            self._loop.run_until_complete(main())
+        except asyncio.CancelledError:
+            self._socket.close(linger=200)
+
+    def _update(self, plan: SendPlan) -> None:
+        send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
+        if send is None and plan.stage is Stage.STARTED and self._ended.get(transfer_id) != CANCELLED:
+            send = self._sends[transfer_id] = Send(SendState.COMPUTING)
+            self._ended.pop(transfer_id, None)
+        if send is None:  # D does not want it any more, or nobody has asked for what was aborted
+            if plan.stage is Stage.ABORTED:
+                self._remember(transfer_id, "the prefill was aborted")
+            if plan.stage in (Stage.COMPLETE, Stage.ABORTED):
+                self._finished.put(plan.request_id)
+            return
+        send.plan = plan
+        if plan.stage is Stage.STARTED:
+            if send.state is SendState.ASKED:
+                send.to(SendState.COMPUTING)
+            send.num_sent = 0  # after a preemption: what was read from the old blocks may have been overwritten
+            send.num_restarts += 1
+        elif plan.stage is Stage.ABORTED:
+            self._fail(transfer_id, send, "the prefill was aborted")
+        elif plan.stage is Stage.COMPLETE and send.pull is None:
+            send.to(SendState.HELD)
+            send.held_since = time.monotonic()
+            self._expire_later(transfer_id, send)
+        self._advance(transfer_id, send)
+
+    def _advance(self, transfer_id: str, send: Send) -> None:
+        """Queues the transfer if there is something to write and nobody writes it yet; ends it if all is written."""
+        plan, pull = send.plan, send.pull
+        if plan is None or pull is None or send.writing or transfer_id not in self._sends:
+            return
+        if (pull.num_tokens, pull.prompt_hash) != (plan.num_tokens, plan.prompt_hash):
+            send.failure = send.failure or "the prompt of this transfer is another one"
+        if send.failure is not None:
+            self._end(transfer_id, send, Failed(transfer_id, send.failure))
+        elif max(send.num_sent, pull.first_block) < len(plan.block_ids):
+            if send.state is not SendState.SENDING:
+                send.to(SendState.SENDING)
+            send.writing = True
+            priority = len(pull.block_ids) if self._config.kv_send_order == "shortest" else 0
+            self._jobs.put_nowait((priority, next(self._numbers), transfer_id, send))
+        elif plan.stage is Stage.COMPLETE:
+            totals = send.num_bytes, send.num_pieces, send.seconds, plan.prefill_seconds
+            self._end(transfer_id, send, Done(transfer_id, *totals))
+
+    def _make_room(self) -> None:
+        """Gives up the prompt that was held longest, one at a time; its D will compute it itself."""
+        now = time.monotonic()
+        if now > self._made_room_at + ROOM_PAUSE:
+            for transfer_id, send in self._sends.items():  # oldest first
+                if send.state is SendState.HELD and now > send.held_since + ROOM_GRACE:
+                    self._made_room_at = now
+                    self._fail(transfer_id, send, "this node needed the blocks for others")
+                    return
+
+    async def _send_next(self) -> None:
+        """One of the senders: takes the next transfer that has blocks to write, writes, again and again."""
+        while True:
+            *_, transfer_id, send = await self._jobs.get()
+            plan, pull, restarts = send.plan, send.pull, send.num_restarts
+            assert plan is not None and pull is not None
+            start, end = max(send.num_sent, pull.first_block), len(plan.block_ids)
+            theirs = pull.block_ids[start - pull.first_block : end - pull.first_block]
+            mine = self._layout, self._address, plan.block_ids[start:end]
+            pieces = pieces_of(*mine, pull.layout, pull.base_address, theirs)
+            begin = time.perf_counter()
+
+            def cancelled(send: Send = send) -> bool:
+                return send.failure is not None or self._closing.is_set()
+
+            try:
+                write = partial(self._transport.write, pull.session, pieces, cancelled)
+                await self._loop.run_in_executor(self._pool, write)
+                if send.num_restarts == restarts:
+                    send.num_sent = end
+                send.num_bytes += sum(piece.num_bytes for piece in pieces)
+                send.num_pieces += len(pieces)
+                send.seconds += time.perf_counter() - begin
+            except TransferError as error:
+                send.failure = send.failure or str(error)
+            send.writing = False
+            self._advance(transfer_id, send)
+
+    def _fail(self, transfer_id: str, send: Send, reason: str) -> None:
+        """Ends a transfer, at once or as soon as the write under way has ended."""
+        send.failure = send.failure or reason
+        if not send.writing:
+            self._end(transfer_id, send, Failed(transfer_id, send.failure))
+
+    def _end(self, transfer_id: str, send: Send, answer: Done | Failed) -> None:
+        send.to(SendState.DONE if isinstance(answer, Done) else SendState.FAILED)
+        del self._sends[transfer_id]
+        self._remember(transfer_id, answer.reason if isinstance(answer, Failed) else "it is done")
+        if isinstance(answer, Done):
+            self._stats.sent += 1
+            self._stats.sent_bytes += send.num_bytes
+            self._stats.sent_pieces += send.num_pieces
+            self._stats.sent_seconds += send.seconds
+        else:
+            self._stats.send_failures += 1
+            logger.warning(f"transfer {transfer_id} failed: {answer.reason}")
+        if send.peer:
+            self._reply(send.peer, answer)
+        if send.plan is not None and send.plan.stage in (Stage.COMPLETE, Stage.ABORTED):
+            self._finished.put(send.plan.request_id)
+
+    def _expire_later(self, transfer_id: str, send: Send) -> None:
+        """Nobody waits for ever (rule P3): ends the transfer if it is still in this state after the time allowed."""
+        seconds, state = self._config.kv_hold_timeout, send.state
+
+        def expire() -> None:
+            if send.state is state:
+                self._fail(transfer_id, send, f"it was not {'fetched' if send.plan else 'computed'} in {seconds} s")
+
+        self._loop.call_later(seconds, expire)
+
+    def _remember(self, transfer_id: str, why: str) -> None:
+        self._ended[transfer_id] = why
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    # ---------------------------------------------------------------- the side channel
+
+    def _reply(self, peer: bytes, answer: Done | Failed) -> None:
+        self._socket.send_multipart([peer, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+
+    async def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Pull | Cancel)
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            try:
+                self._on_message(peer, decoder.decode(frames[-1]))
+            except msgspec.MsgspecError as error:
+                logger.warning(f"message on the side channel refused: {error}")
+                reason = f"this node speaks version {VERSION} of the protocol, and did not understand: {error}"
+                self._reply(peer, Failed(protocol.transfer_of(frames[-1]), reason))
+
+    def _on_message(self, peer: bytes, message: Pull | Cancel) -> None:
+        transfer_id = message.transfer_id
+        send = self._sends.get(transfer_id)
+        reason = CANCELLED if isinstance(message, Cancel) else self._refusal(message)
+        if send is not None and send.peer not in (b"", peer):
+            self._reply(peer, Failed(transfer_id, "another node has asked for it"))
+        elif reason is not None and send is not None:
+            send.peer = peer
+            self._fail(transfer_id, send, reason)
+        elif reason is not None:
+            self._remember(transfer_id, CANCELLED)  # should P's request still come: D does not want it
+            self._reply(peer, Failed(transfer_id, reason))
+        elif isinstance(message, Pull):
+            if send is None:
+                send = self._sends[transfer_id] = Send(SendState.ASKED)
+                self._expire_later(transfer_id, send)
+            send.peer, send.pull = peer, message
+            self._advance(transfer_id, send)
+
+    def _refusal(self, pull: Pull) -> str | None:
+        """Why this Pull cannot be served, if it can't (rules P1, P2)."""
+        mine, theirs = (msgspec.structs.asdict(layout) for layout in (self._layout, pull.layout))
+        if pull.version != VERSION:
+            return f"this node speaks version {VERSION} of the protocol, not {pull.version}"
+        if different := [name for name in mine if name != "num_blocks" and mine[name] != theirs[name]]:
+            return "; ".join(f"{name} is {mine[name]} here and {theirs[name]} there" for name in different)
+        count = -(-pull.num_tokens // self._layout.block_size) - pull.first_block
+        if pull.first_block < 0 or len(pull.block_ids) != count or count < 1:
+            return f"{pull.num_tokens} tokens from block {pull.first_block} on do not fill {len(pull.block_ids)} blocks"
+        if not all(0 <= block_id < pull.layout.num_blocks for block_id in pull.block_ids):
+            return f"a block id is not below {pull.layout.num_blocks}"
+        return self._ended.get(pull.transfer_id)
