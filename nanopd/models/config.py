@@ -5,21 +5,22 @@ One place knows the many spellings of the same fact (`rope_theta` here or inside
 compute exactly (another architecture, another RoPE, quantised weights) is refused here, before a single weight is read:
 a model that runs and is slightly wrong is worse than one that does not run.
 
-Knows nothing of tensors: JSON in, dataclass out, and torch is not imported.
+Knows nothing of tensors: JSON in, a struct out, and torch is not imported. msgspec checks the types.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from nanopd.config import UserError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = {f"{kind.capitalize()}ForCausalLM": kind for kind in MODEL_TYPES}
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DTYPES = ("float32", "bfloat16", "float16")
+Size = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -28,157 +29,95 @@ def require(holds: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a UserError that begins with `what`: files from elsewhere can hold anything."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{what}: {e}") from e.__cause__
+    except Exception as e:
+        raise UserError(f"{what}: {str(e).strip() or type(e).__name__}") from e
+
+
 def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     """The object in a JSON file, {} for an optional one that is not there. Raises UserError if it is no such thing."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.exists() or not optional else {}
-    except (ValueError, OSError, RecursionError) as e:
-        raise UserError(f"{file.name} is not valid JSON ({e}).") from e
-    require(isinstance(value, dict), f"{file.name} must hold a JSON object.")
-    return dict(value)
+    with blame(f"{file.name} is no valid JSON object"):
+        return msgspec.json.decode(b"{}" if optional and not file.exists() else file.read_bytes(), type=dict[str, Any])
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding; the names are those of `rope_parameters` in config.json. Lengths are in tokens."""
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder-only model of the Llama family. Sizes are in elements, lengths in tokens.
 
-    original_max_position_embeddings: float
-    rope_type: str = "default"
-    rope_theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-    # One divisor per frequency, head_dim / 2 of them: how GGUF files spell llama3 scaling.
-    freq_factors: tuple[float, ...] | None = None
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> "RopeConfig":
-        """`raw` is the whole config.json. Raises UserError for a RoPE we do not compute."""
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        flat = isinstance(given, Mapping) and not any(isinstance(value, Mapping) for value in given.values())
-        require(flat, "rope_parameters must be one flat object, the same for all layers.")
-        rope = {"rope_theta": raw.get("rope_theta")} | {k: v for k, v in given.items() if v is not None}
-        kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-        require(kind in ROPE_TYPES, f"RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
-        partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-        require(partial in (None, 1), f"partial_rotary_factor is {partial}; only 1 is supported.")
-        # A length beside rope_parameters wins over the one inside; without either, it was trained at its full length.
-        length = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = length or raw["max_position_embeddings"]
-        require(kind == "default" or "factor" in rope, f"RoPE type {kind!r} needs a factor.")
-        rope = {f.name: rope[f.name] for f in fields(cls) if rope.get(f.name) is not None}
-        for name in rope.keys() - {"rope_type", "truncate", "freq_factors"}:
-            least = 1 if name == "rope_theta" else 0
-            holds = _is_number(rope[name]) and rope[name] > least
-            require(holds, f"{name} of RoPE is {rope[name]!r}; it must be a number above {least}.")
-        return cls(**rope)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only model of the Llama family. Sizes are in elements, lengths in tokens."""
+    Fields with a `name`, and those not set in `from_hf`, are config.json's.
+    """
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
+    dtype: Literal["float32", "bfloat16", "float16"]
+    hidden_act: Literal["silu"] = "silu"
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Size = msgspec.field(name="num_hidden_layers")
+    num_heads: Size = msgspec.field(name="num_attention_heads")
+    num_kv_heads: Size = msgspec.field(name="num_key_value_heads")
+    head_dim: Size
+    max_position_embeddings: Size
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = False
     qkv_bias: bool
     o_bias: bool
-    mlp_bias: bool
+    mlp_bias: bool = False
     qk_norm: bool
-    rope: RopeConfig
+    rope_theta: Positive
+    # All that config.json says about a RoPE other than the default one, for transformers to make sense of.
+    scaled_rope: dict[str, Any] | None
     # Per layer: a query sees the last `window` positions, itself among them; None sees everything before it.
-    sliding_window: tuple[int | None, ...]
+    sliding_window: tuple[Size | None, ...]
     # Every id that ends a text, from config.json and generation_config.json.
-    eos_token_ids: tuple[int, ...]
-    dtype: str
+    eos_token_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """From config.json and, if there is one, generation_config.json. Raises UserError with what is wrong."""
-        name = (raw.get("architectures") or [f"{raw.get('model_type', '?')}".capitalize() + "ForCausalLM"])[0]
-        supported = ", ".join(ARCHITECTURES)
-        require(name in ARCHITECTURES, f"architecture {name!r} is not supported; supported: {supported}.")
-        quantised = bool(raw.get("quantization_config"))
-        require(not quantised, "quantised checkpoints are not supported; use a bfloat16 one or a .gguf file.")
-        activation = raw.get("hidden_act", "silu")
-        require(activation == "silu", f"activation {activation!r} is not supported; supported: silu.")
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        require(dtype in DTYPES, f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}.")
+        """From config.json and, if there is one, generation_config.json.
 
-        kind = ARCHITECTURES[name]
-        layers, heads = _positive(raw, "num_hidden_layers"), _positive(raw, "num_attention_heads")
-        hidden, kv_heads = _positive(raw, "hidden_size"), _positive(raw, "num_key_value_heads", heads)
-        head_dim = _positive(raw, "head_dim", 128 if kind == "qwen3" else hidden // heads)
-        require(layers <= 1000, f"num_hidden_layers is {layers}; more than 1000 is not supported.")
-        require(heads % kv_heads == 0, f"{heads} attention heads do not divide into {kv_heads} key/value heads.")
-        require(head_dim % 2 == 0, f"head_dim is {head_dim}; rotary embeddings need it to be even.")
-        eps = raw.get("rms_norm_eps", 1e-6)
-        require(_is_number(eps) and eps >= 0, f"rms_norm_eps is {eps!r}; it must be a number, 0 or more.")
-        attention_bias = kind in ("llama", "qwen3") and bool(raw.get("attention_bias"))
-        return cls(
-            architecture=name,
-            vocab_size=_positive(raw, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_positive(raw, "intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=eps,
-            max_position_embeddings=_positive(raw, "max_position_embeddings"),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias or kind == "qwen2",
-            o_bias=attention_bias,
-            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
-            qk_norm=kind == "qwen3",
-            rope=RopeConfig.from_hf(raw),
-            sliding_window=_sliding_window(raw, kind, layers),
-            eos_token_ids=_eos_token_ids(raw, generation or {}),
-            dtype=dtype,
-        )
+        Raises UserError for a model that is not supported, ValueError or TypeError for values of the wrong kind.
+        """
+        given = {name: value for name, value in raw.items() if value is not None}
+        name = given.get("architectures", ["none"])[0]
+        require(name in ARCHITECTURES, f"architecture {name!r} is not supported; supported: {ARCHITECTURES}.")
+        require("quantization_config" not in given, "quantised checkpoints are not supported, except as .gguf files.")
+        require(not given.get("use_sliding_window"), "a sliding window in some of the layers is not supported.")
+        layers, heads = given.get("num_hidden_layers", 0), given.get("num_attention_heads", 1)
+        require(type(layers) is int and 0 < layers <= 1000, f"num_hidden_layers is {layers!r}; it must be 1 to 1000.")
+        qwen2, qwen3 = name.startswith("Qwen2"), name.startswith("Qwen3")
+        defaults = {"num_key_value_heads": heads, "head_dim": 128 if qwen3 else given.get("hidden_size", 0) // heads}
+        ends = [given.get("eos_token_id"), (generation or {}).get("eos_token_id")]
+        ids = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
+        ours = {
+            "architecture": name,
+            "dtype": given.get("dtype", given.get("torch_dtype", "float32")).removeprefix("torch."),
+            "qkv_bias": qwen2 or given.get("attention_bias", False),
+            "o_bias": not qwen2 and given.get("attention_bias", False),
+            "qk_norm": qwen3,
+            # Mistral has one in every layer, or says null; Llama and Qwen may name one that is not used.
+            "sliding_window": [raw.get("sliding_window", 4096) if name.startswith("Mistral") else None] * layers,
+            "eos_token_ids": list(dict.fromkeys(ids)),  # each once, in order
+        }
+        config = msgspec.convert(defaults | given | _rope(given) | ours, cls)
+        require(config.num_heads % config.num_kv_heads == 0, "attention heads must divide into key/value heads evenly.")
+        require(config.head_dim % 2 == 0, f"head_dim is {config.head_dim}; rotary embeddings need it to be even.")
+        return config
 
 
-def _sliding_window(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
-    """Llama never has one, Mistral in every layer or none, Qwen only where it is switched on."""
-    switched_on = kind == "mistral" or (kind != "llama" and raw.get("use_sliding_window"))
-    if not switched_on or raw.get("sliding_window", 4096) is None:
-        return (None,) * layers
-    window, first = _positive(raw, "sliding_window", 4096), 0 if kind == "mistral" else raw.get("max_window_layers", 28)
-    types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    types = types if kind == "mistral" else raw.get("layer_types") or types
-    known = len(types) == layers and set(types) <= {"sliding_attention", "full_attention"}
-    require(known, f"layer_types must be {layers} times full_attention or sliding_attention.")
-    return tuple(window if name == "sliding_attention" else None for name in types)
-
-
-def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    given = [config.get("eos_token_id") for config in configs]
-    ids = [token for eos in given for token in (eos if isinstance(eos, list) else [eos]) if token is not None]
-    require(all(type(t) is int and t >= 0 for t in ids), f"eos_token_id is {ids}; it must be token ids.")
-    return tuple(dict.fromkeys(ids))  # each once, in order
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
-
-
-def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    require(value is not None, f"{name} is missing.")
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
-        return value
-    raise UserError(f"{name} is {value!r}; it must be a whole number above 0.")
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The two fields about RoPE. What a scaled one needs is found out where it is computed (`decoder.py`)."""
+    rope = {"partial_rotary_factor": given.get("partial_rotary_factor", 1)}
+    rope |= given.get("rope_scaling") or given.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = kind in ROPE_TYPES and rope["partial_rotary_factor"] == 1
+    alike = not any(isinstance(value, dict) for value in rope.values())  # for all layers
+    require(known and alike, f"RoPE {rope} is not supported; supported: {', '.join(ROPE_TYPES)}, of whole heads.")
+    names = [n for n in given if "rope" in n or n in ("max_position_embeddings", "original_max_position_embeddings")]
+    scaled = None if kind == "default" else {name: given[name] for name in names}
+    return {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10_000.0)), "scaled_rope": scaled}

@@ -13,25 +13,18 @@ Where transformers computes in float32 (norms, the tables of RoPE), so do we. Sh
 query / key-value heads, D head_dim, V vocabulary.
 """
 
-import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanopd.models.config import ModelConfig, RopeConfig
+from nanopd.models.config import ModelConfig, require
 
-
-class Attend(Protocol):
-    """Stores this layer's new keys and values and attends to all those the query may see.
-
-    query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D], all in the model's dtype. Applies the scale D**-0.5 and
-    the layer's `ModelConfig.sliding_window`. `value` is a view into a wider tensor: contiguous in D, not in T.
-    """
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+# attend(layer, query, key, value) stores this layer's new keys and values and attends to all those the query may see.
+# query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D], all in the model's dtype. Applies the scale D**-0.5 and the
+# layer's `ModelConfig.sliding_window`. `value` is a view into a wider tensor: contiguous in D, not in T.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Module(nn.Module):
@@ -40,32 +33,13 @@ class Module(nn.Module):
     __call__: Callable[..., Tensor]
 
 
-class Linear(Module):
-    """y = x W^T + b: [T, in] -> [T, sum(out)]. Every matrix product of the model goes through here.
+class Linear(nn.Linear):
+    """y = x W^T + b: [T, in] -> [T, out]. Every matrix product of the model is one of these."""
 
-    Several outputs make one product instead of many (Q, K, V; gate, up): `out_sizes` says where to split. The one seam
-    at which a backend may keep the weights in a layout of its own.
-    """
+    __call__: Callable[..., Tensor]
 
-    def __init__(self, in_size: int, *out_sizes: int, bias: bool = False):
-        super().__init__()
-        self.out_sizes = out_sizes
-        self.weight = nn.Parameter(torch.empty(sum(out_sizes), in_size))
-        self.bias = nn.Parameter(torch.empty(sum(out_sizes))) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class Embedding(Module):
-    """Row `id` of a table [V, H]. Not nn.Embedding: that fills itself with random numbers first."""
-
-    def __init__(self, rows: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+    def reset_parameters(self) -> None:
+        """No random numbers: the weights come from a file, and drawing them would take seconds."""
 
 
 class RMSNorm(Module):
@@ -82,50 +56,23 @@ class RMSNorm(Module):
         return self.weight * normed.to(x.dtype)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians per position for each pair of dimensions, [D/2] float32, and a factor for cos and sin.
 
-    A scaled RoPE stretches the context by `factor` by turning more slowly: all pairs alike (linear), or only the slow
-    ones, which never completed a turn within the trained length, with a ramp in between (llama3, yarn).
-    Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN); numbers as in transformers/modeling_rope_utils.py.
+    Pair i turns by theta^(-2i/D) a position: the first a whole radian, the last hardly at all (Su et al. 2021, RoPE).
+    A scaled RoPE stretches the context by turning more slowly: all pairs alike (linear), or only the slow ones, which
+    never completed a turn within the trained length (llama3; yarn, Peng et al. 2023). transformers computes those; it
+    takes a second to import, so only they pay for it.
     """
-    inv_freq = 1.0 / rope.rope_theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
-    trained = rope.original_max_position_embeddings
-    if rope.freq_factors is not None:
-        return inv_freq / torch.tensor(rope.freq_factors, device="cpu"), 1.0
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor, 1.0
-    if rope.rope_type == "llama3":
-        turns = trained * inv_freq / (2 * math.pi)  # within the trained length
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = keep.clamp(0, 1)  # 1: turns often, stays; 0: never turned round, slowed down
-        return (1 - keep) * inv_freq / rope.factor + keep * inv_freq, 1.0
-    if rope.rope_type == "yarn":
+    if config.scaled_rope is None:
+        return 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        def pair_that_turns(times: float) -> float:
-            return head_dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
-
-        low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2, device="cpu").float() - low) / ((high - low) or 0.001)
-        keep = 1 - ramp.clamp(0, 1)
-        return (1 - keep) * inv_freq / rope.factor + keep * inv_freq, _yarn_attention_factor(rope)
-    return inv_freq, 1.0
-
-
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Longer contexts flatten the softmax; YaRN sharpens it again by scaling q and k."""
-
-    def sharpen(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return sharpen(rope.mscale) / sharpen(rope.mscale_all_dim)
-    return sharpen(1.0)
+    theirs = LlamaConfig(head_dim=config.head_dim, **config.scaled_rope)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs)
+    require(bool((inv_freq * factor).isfinite().all()), f"RoPE's frequencies are no numbers: {inv_freq * factor}.")
+    return inv_freq, factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,20 +88,17 @@ class Attention(Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, q_size, kv_size, kv_size, bias=config.qkv_bias)
+        self.sizes = (q_size, kv_size, kv_size)  # one product makes Q, K and V
+        self.qkv_proj = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.qk_norm = config.qk_norm
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv_proj(x).split_with_sizes(self.qkv_proj.out_sizes, dim=-1)
+        qkv = self.qkv_proj(x).split_with_sizes(self.sizes, dim=-1)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)  # [T, Hq, D], 2 x [T, Hkv, D]
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(out.flatten(-2))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 
 class MLP(Module):
@@ -163,7 +107,7 @@ class MLP(Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(hidden, inner, inner, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,22 +142,20 @@ class Decoder(Module):
     def __init__(self, config: ModelConfig, max_model_len: int):
         super().__init__()
         self.config, self.max_model_len = config, max_model_len
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        size = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))  # else it fills itself with random numbers
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.tie()
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
         # On the CPU whatever the default device: the same bits everywhere, and real even in a model built on "meta".
-        inv_freq, factor = rope_frequencies(config.rope, config.head_dim)
-        angles = torch.arange(max_model_len, device="cpu").float().outer(inv_freq)
+        with torch.device("cpu"):
+            inv_freq, factor = rope_frequencies(config)
+            angles = torch.arange(max_model_len).float().outer(inv_freq)
         self.register_buffer("cos", angles.cos() * factor, persistent=False)
         self.register_buffer("sin", angles.sin() * factor, persistent=False)
         self.requires_grad_(False)
-
-    def tie(self) -> None:
-        """Makes the head and the embedding one parameter, if the model shares them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids and positions [T] int64 -> hidden states after the last norm, [T, H] in the model's dtype."""

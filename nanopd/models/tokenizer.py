@@ -2,7 +2,7 @@
 
 A directory with a `tokenizer.json` is read by the `tokenizers` library alone: importing transformers takes longer than
 the first answer may. Ids are those of `transformers.AutoTokenizer`; where transformers would not use the file as it is
-(a class that rebuilds its tokenizer, no tokenizer.json, a .gguf file), it is asked after all.
+(a class that rebuilds its tokenizer, no tokenizer.json), it is asked after all.
 
 Chat templates are code from strangers: they run in jinja2's immutable sandbox and see messages and special tokens only.
 """
@@ -16,8 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from nanopd.config import UserError
-from nanopd.models.config import read_json
+from nanopd.models.config import blame, read_json, require
 
 # The `tokenizer_class`es for which transformers uses tokenizer.json as it stands.
 PLAIN_CLASSES = (None, "TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -36,8 +35,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens spelled out in it are recognised; `add_special_tokens` adds the model's BOS."""
-        if any("\ud800" <= c <= "\udfff" for c in text):  # bytes that were no UTF-8, or half of a surrogate pair
-            raise UserError("The text is not UTF-8.")
+        # Surrogates are bytes that were no UTF-8, or half of a pair.
+        require(not any("\ud800" <= c <= "\udfff" for c in text), "The text is not UTF-8.")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -49,54 +48,40 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat. messages: {"role": …, "content": …} each. Raises UserError: no template, or it refuses."""
         from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-        if self._chat_template is None:
-            raise UserError("This model has no chat template; give it a plain prompt, or use one trained to chat.")
+        require(self._chat_template is not None, "This model has no chat template; give it a plain prompt.")
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
         # What templates written for transformers rely on: block trimming, a few helpers, JSON without HTML escapes.
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
         # {% generation %} marks the assistant's words for training; here it becomes a statement that does nothing.
-        source = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set _ = 0 \2", self._chat_template)
-        try:
-            names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
-            text = env.from_string(source).render(self._special_tokens, tools=None, documents=None, **names)
-        except Exception as e:  # a template can fail like any program
-            raise UserError(f"The model's chat template refuses these messages: {str(e).rstrip('.')}.") from e
+        source = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set _ = 0 \2", self._chat_template or "")
+        names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        with blame("The model's chat template refuses these messages"):  # it can fail like any program
+            text = env.from_string(source).render(self._special_tokens, tools=None, **names)
         return self.encode(text, add_special_tokens=False)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory or a .gguf file. Raises UserError if there is none that can be read."""
-    try:
+    """The tokenizer of a model directory. Raises UserError if there is none that can be read."""
+    with blame(f"{path}: the tokenizer cannot be read"):
         settings = read_json(path / "tokenizer_config.json", optional=True)
         if not (path / "tokenizer.json").is_file() or settings.get("tokenizer_class") not in PLAIN_CLASSES:
-            return _ask_transformers(path)
+            from transformers import AutoTokenizer
+
+            theirs = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return Tokenizer(theirs.backend_tokenizer, theirs.special_tokens_map, theirs.chat_template)
         backend = Backend.from_file(str(path / "tokenizer.json"))  # its post-processor alone decides about BOS
         named = read_json(path / "special_tokens_map.json", optional=True) | settings
         texts = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token")}
-        tokens = {k: v for k, v in texts.items() if isinstance(v, str)}
+        tokens = {k: v for k, v in texts.items() if isinstance(v, str)}  # not add_bos_token
         file = path / "chat_template.jinja"
         template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return Tokenizer(backend, tokens, template)
-    except Exception as e:  # `tokenizers` raises bare Exception, transformers whatever comes
-        raise UserError(f"{path}: the tokenizer cannot be read ({e}).") from e
-
-
-def _ask_transformers(path: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    where, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    theirs = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False, **options)
-    template = theirs.chat_template
-    template = template.get("default") if isinstance(template, dict) else template
-    return Tokenizer(theirs.backend_tokenizer, {k: str(v) for k, v in theirs.special_tokens_map.items()}, template)

@@ -2,10 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 import torch
 
+from nanopd.config import UserError
 from nanopd.models.config import ModelConfig
+from nanopd.models.decoder import rope_frequencies
 from nanopd.models.loader import load_config, load_model
 from tests.models.conftest import assert_same_logits, logits_of, make_model
 
@@ -37,7 +40,6 @@ MODELS = {
     ),
     "qwen2": ("Qwen2", {}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2 window switched off": ("Qwen2", {"sliding_window": 5, "max_window_layers": 1}),
     "qwen2 yarn, not truncated": (
         "Qwen2",
@@ -46,15 +48,6 @@ MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-    "qwen3 windowed": (
-        "Qwen3",
-        {
-            "head_dim": 16,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
     "qwen3 yarn": (
         "Qwen3",
         {"head_dim": 16, "rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}},
@@ -107,7 +100,7 @@ def test_the_way_tokens_are_ordered_in_the_flat_batch_does_not_matter(tmp_path, 
 def test_tied_weights_are_one_parameter(tmp_path):
     make_model("Llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     model = load_model(tmp_path, "float32", "cpu", max_model_len=64)
-    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -123,18 +116,27 @@ def test_old_and_new_spellings_of_config_mean_the_same(rope, tmp_path):
     raw["torch_dtype"] = raw.pop("dtype")
     del raw["layer_types"]
     file.write_text(json.dumps(raw))
-    assert load_config(tmp_path) == new
+    old = load_config(tmp_path)
+    assert (old.scaled_rope is None) == (new.scaled_rope is None) == (rope is None)
+    assert msgspec.structs.replace(old, scaled_rope=new.scaled_rope) == new
+    (ours, factor), (theirs, their_factor) = rope_frequencies(old), rope_frequencies(new)
+    assert torch.equal(ours, theirs) and factor == their_factor
     assert new.dtype == "bfloat16"
 
 
-def test_a_window_that_is_switched_off_is_none():
-    """Published Qwen2 configs name a window and say `use_sliding_window: false`."""
+def test_where_a_window_counts():
+    """Published Qwen2 configs name a window and say `use_sliding_window: false`; Mistral's say null for none."""
     raw = make_model("Qwen2").config.to_dict() | {"sliding_window": 5, "max_window_layers": 1, "layer_types": None}
+    raw |= {"architectures": ["Qwen2ForCausalLM"]}
     assert ModelConfig.from_hf(raw | {"use_sliding_window": False}).sliding_window == (None, None, None)
-    assert ModelConfig.from_hf(raw | {"use_sliding_window": True}).sliding_window == (None, 5, 5)
+    with pytest.raises(UserError, match="a sliding window in some of the layers is not supported"):
+        ModelConfig.from_hf(raw | {"use_sliding_window": True})
+    raw |= {"architectures": ["MistralForCausalLM"]}
+    assert ModelConfig.from_hf(raw).sliding_window == (5, 5, 5)
+    assert ModelConfig.from_hf(raw | {"sliding_window": None}).sliding_window == (None, None, None)
 
 
 def test_ids_that_end_a_text_come_from_both_files_once_each():
-    raw = make_model("Llama").config.to_dict() | {"eos_token_id": 2}
+    raw = make_model("Llama").config.to_dict() | {"eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
     assert ModelConfig.from_hf(raw, {"eos_token_id": [5, 2, 7]}).eos_token_ids == (2, 5, 7)
     assert ModelConfig.from_hf(raw | {"eos_token_id": None}).eos_token_ids == ()

