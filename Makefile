@@ -35,7 +35,7 @@ test-gpu: setup ## Run the tests that need a CUDA device
 check: setup ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy nanopd
+	$(BIN)/mypy nanopd tests/bench
 
 format: setup ## Format the code
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Many requests from a file: read lazily, answered as they finish, safe to interrupt and to resume.
+"""Requests from the command line or a file: read lazily, answered as they finish, safe to interrupt and to resume.
 
 One input line is one request; what is wrong with a line is said with its number, and the others go on. An answer is
 written and flushed the moment its request has finished, so Ctrl-C (or a power cut) loses only what was still running.
@@ -6,91 +6,49 @@ written and flushed the moment its request has finished, so Ctrl-C (or a power c
 
 import contextlib
 import dataclasses
+import itertools
 import json
-import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nanopd.config import SamplingParams, UserError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from nanopd.engine.llm import LLM, RequestOutput
 
-_SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)}
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_Messages = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
-@dataclasses.dataclass(slots=True)
-class Line:
-    """One request of the input; `error` says why it cannot be one."""
-
-    number: int
-    id: str
-    fields: dict[str, Any]
-    error: str | None = None
-
-
-def read_lines(file: IO[bytes]) -> Iterator[Line]:
-    """The non-empty lines of a JSONL file. A line without an id gets its number as one."""
-    seen: set[str] = set()
-    for number, raw in enumerate(file, 1):
-        if not raw.strip():
-            continue
-        line = Line(number, str(number), {})
-        try:
-            fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
-            if not isinstance(fields, dict):
-                raise UserError("a line must hold a JSON object")
-            if type(id := fields.pop("id", number)) not in (str, int):
-                raise UserError(f"id is {id!r}; it must be a text or a whole number")
-            line.id = str(id)
-            if line.id in seen:
-                raise UserError(f"id {line.id!r} appeared before; ids must differ")
-            if sum(name in fields for name in _PROMPTS) != 1:
-                raise UserError(f"a line needs one of {', '.join(_PROMPTS)}")
-            if unknown := sorted(fields.keys() - _SAMPLING - {*_PROMPTS, "cache_salt"}):
-                raise UserError(
-                    f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(sorted(_SAMPLING))}"
-                )
-            line.fields = fields
-            seen.add(line.id)
-        except (msgspec.DecodeError, RecursionError, UserError) as error:
-            line.error = str(error)
-        yield line
+def stdin() -> TextIO:
+    """Standard input. Raises UserError if whoever started us has closed it."""
+    if sys.stdin is None:
+        raise UserError("Standard input is needed here, and it is closed.")
+    if sys.stdin.isatty():
+        print("(Ctrl-D ends the input)", file=sys.stderr)
+    return sys.stdin
 
 
-def as_row(output: "RequestOutput") -> dict[str, Any]:
-    """A finished request as `--json` and `--output` show it. With n > 1, `outputs` holds all completions."""
-    first, *others = outputs = [dataclasses.asdict(completion) for completion in output.outputs]
-    metrics = output.metrics.as_dict(len(first["token_ids"]))
-    row = {"id": output.request_id, "prompt_token_ids": output.prompt_token_ids, "metrics": metrics}
-    row |= {name: first[name] for name in ("token_ids", "text", "finish_reason", "stop_reason")}
-    row |= {"logprobs": first["logprobs"]} if first["logprobs"] is not None else {}
-    return row | ({"outputs": outputs} if others else {})
-
-
-def run_prompts(llm: "LLM", sampling: SamplingParams, todo: list[dict[str, Any]], as_json: bool) -> int:
-    """Several prompts from the command line. Returns the exit code."""
-    lines = (Line(i, str(i), fields) for i, fields in enumerate(todo))
-
-    def show(row: dict[str, Any]) -> None:
-        if as_json:
-            print(json.dumps(row), flush=True)
-        elif "error" not in row:
-            for i, text in enumerate([c["text"] for c in row.get("outputs", [row])]):
-                print(f"--- {row['id']}{f'.{i}' if i else ''}\n{text}", flush=True)
-
-    return _run(llm, sampling, lines, show, len(todo))
+def run_prompts(
+    load: Callable[[], "LLM"], sampling: SamplingParams, prompts: list[str] | None, as_chat: bool, as_json: bool
+) -> int:
+    """Prompts from the command line, or one from stdin; a single answer is shown as it comes. Returns the exit code."""
+    texts = prompts or [stdin().read()]
+    todo = [{"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text} for text in texts]
+    llm = load()
+    if len(todo) == sampling.n == 1 and not as_json:
+        return 130 if stream(llm, add(llm, sampling, todo[0])) is None else 0
+    lines = [json.dumps({"id": i} | fields).encode() for i, fields in enumerate(todo)]
+    return _run(llm, sampling, lines, [sys.stdout] if as_json else [], len(lines), set())
 
 
 def run_file(
@@ -98,30 +56,22 @@ def run_file(
 ) -> int:
     """Requests from a file (`-`: stdin) to a file (None: stdout). Returns the exit code."""
     with contextlib.ExitStack() as stack:
-        if str(input) == "-" and sys.stdin is None:
-            raise UserError("--input - reads standard input, and that is closed.")
-        source = sys.stdin.buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
-        total = sum(1 for line in source if line.strip()) if source.seekable() else None
-        if total is not None:
-            source.seek(0)
-        done: set[str] = set()
+        source = stdin().buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
+        total, done = None, set[str]()
         if output is not None and output.is_file() and output.stat().st_size:
             if input.exists() and output.samefile(input):
                 raise UserError("--input and --output are the same file.")
             if not resume:
                 raise UserError(f"--output {output} exists; add --resume to go on with it, or choose another name.")
             done = _drop_unfinished(output.resolve())
+        if source.seekable():
+            total = sum(1 for line in source if line.strip()) - len(done)
+            source.seek(0)
         llm = load()
-        sink = sys.stdout if output is None else stack.enter_context(output.open("a", encoding="utf-8"))
-
-        def write(row: dict[str, Any]) -> None:
-            text = json.dumps(row)
-            print(text, file=sink, flush=True)
-            if as_json and output is not None:
-                print(text, flush=True)
-
-        lines = (line for line in read_lines(source) if line.error or line.id not in done)
-        return _run(llm, sampling, lines, write, None if total is None else total - len(done))
+        sinks = [sys.stdout] if as_json or output is None else []
+        if output is not None:
+            sinks.append(stack.enter_context(output.open("a", encoding="utf-8")))
+        return _run(llm, sampling, source, sinks, total, done)
 
 
 def _drop_unfinished(output: Path) -> set[str]:
@@ -130,82 +80,113 @@ def _drop_unfinished(output: Path) -> set[str]:
     Raises UserError, and touches nothing, if the file holds anything that we did not write.
     """
     kept: dict[str, bytes] = {}
-    *lines, last = output.read_bytes().split(b"\n")  # `last` is empty, or was cut short
+    *lines, last = output.read_bytes().split(b"\n")
+    ours = b'{"id": '.startswith(last[:7])  # empty, or cut short
     for raw in lines:
         try:
             row = msgspec.json.decode(raw)
             if "error" not in row and row["finish_reason"]:
                 kept[row["id"]] = raw
         except (msgspec.DecodeError, KeyError, TypeError):
-            raise UserError(
-                f"--output {output} holds lines that are no answers of nanopd; choose another file."
-            ) from None
-    if last or len(kept) < len(lines):
-        with tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name, delete=False) as temporary:
-            temporary.write(b"".join(raw + b"\n" for raw in kept.values()))
-        shutil.copymode(output, temporary.name)
-        os.replace(temporary.name, output)
+            ours = False
+    if not ours:
+        raise UserError(f"--output {output} holds lines that are no answers of nanopd; choose another file.")
+    rest = output.with_name(f"{output.name}.nanopd-resume")
+    rest.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
+    shutil.copymode(output, rest)
+    rest.replace(output)
     return set(kept)
 
 
 def _run(
-    llm: "LLM",
-    sampling: SamplingParams,
-    lines: Iterator[Line],
-    write: Callable[[dict[str, Any]], None],
-    total: int | None,
+    llm: "LLM", sampling: SamplingParams, lines: Iterable[bytes], sinks: list[TextIO], total: int | None, done: set[str]
 ) -> int:
-    """Keeps the engine fed until the lines run out. Returns 1 if a request failed, 130 if interrupted, else 0."""
-    ahead = 2 * llm.config.max_num_seqs  # enough that the scheduler never waits for us; not the whole file in memory
-    finished = failed = unfinished = 0
-    bar, start, more = _progress_bar(), time.monotonic(), True
-    task = bar.add_task("starting", total=total)
+    """Keeps the engine fed until the lines run out, and writes rows to the sinks (none: texts to stdout).
 
-    def note(text: str) -> None:
-        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    Skips the ids in `done`. Returns 1 if a request failed, 130 if interrupted, else 0.
+    """
+    columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    task, start = bar.add_task("starting", total=total), time.monotonic()
+    failed, seen = 0, set[str]()
     with bar, stop_on_signal() as interrupted:
-        while (more or unfinished) and not interrupted():
-            while more and unfinished < ahead:
-                line = next(lines, None)
-                if line is None:
-                    more = False
+        for number, raw in enumerate(itertools.chain(lines, [None]), 1):
+            id = str(number)
+            try:
+                if raw and raw.strip():
+                    fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=dict[str, Any])
+                    id = str(msgspec.convert(fields.pop("id", number), str | int))
+                    if id in seen:
+                        raise UserError(f"id {id!r} appeared before; ids must differ")
+                    if id not in done:
+                        add(llm, sampling, fields, id)
+                    seen.add(id)
+            except (msgspec.DecodeError, RecursionError, UserError) as error:
+                failed += 1
+                console.print(f"line {number}: {error}")
+                bar.advance(task)
+                _write({"id": id, "line": number, "error": str(error)}, sinks)
+            # Enough must wait that the scheduler never waits for us, but not the whole file. Behind the last line: all.
+            while llm.has_unfinished_requests() and not interrupted():
+                s = llm.stats()
+                if raw is not None and s.num_waiting < llm.config.max_num_seqs:
                     break
-                try:
-                    if line.error:
-                        raise UserError(line.error)
-                    add(llm, sampling, line.fields, line.id)
-                    unfinished += 1
-                except UserError as error:
-                    failed += 1
-                    note(f"line {line.number}: {error}")
-                    write({"id": line.id, "line": line.number, "error": str(error)})
-            for output in llm.step() if unfinished else ():
-                if output.finished:
-                    unfinished, finished = unfinished - 1, finished + 1
-                    write(as_row(output))
-            s = llm.stats()
-            rate = s.num_scheduled_tokens / (time.monotonic() - start)
-            state = f"{s.num_running} running, {s.num_waiting} waiting · KV {s.kv_cache_usage:.0%} · {failed} failed"
-            bar.update(task, description=f"{rate:.0f} tokens/s · {state}", completed=finished + failed)
-        if interrupted():
-            note("Interrupted. What has finished is kept; with --output, --resume goes on from there.")
-            return 130
+                rate = s.num_scheduled_tokens / (time.monotonic() - start)
+                state = f"{s.num_running} running, {s.num_waiting} waiting · KV {s.kv_cache_usage:.0%}"
+                bar.update(task, description=f"{rate:.0f} tokens/s · {state} · {failed} failed")
+                for output in llm.step():
+                    if output.finished:
+                        bar.advance(task)
+                        _write(as_row(output), sinks)
+            if interrupted():
+                console.print("Interrupted. What has finished is kept; with --output, --resume goes on from there.")
+                return 130
     return 1 if failed else 0
 
 
 def add(llm: "LLM", sampling: SamplingParams, fields: dict[str, Any], id: str | None = None) -> "RequestOutput":
-    """Queues one request: a prompt in one of three forms, and sampling fields that override `sampling`."""
-    try:
-        params = dataclasses.replace(sampling, **{k: v for k, v in fields.items() if k in _SAMPLING})
-    except TypeError as error:
-        raise UserError(str(error)) from None
-    prompt = {k: v for k, v in fields.items() if k not in _SAMPLING}
+    """Queues one request: a prompt in one of three forms, and sampling fields that override `sampling`. Uses up `fields`."""
+    prompt = {name: fields.pop(name) for name in (*_PROMPTS, "cache_salt") if name in fields}
+    if len(prompt.keys() - {"cache_salt"}) != 1:
+        raise UserError(f"a request needs one of {', '.join(_PROMPTS)}")
+    known = [f.name for f in dataclasses.fields(sampling)]
+    if unknown := sorted(fields.keys() - known):
+        raise UserError(f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(known)}")
     if "messages" in prompt:
-        if not prompt["messages"] or not isinstance(prompt["messages"], list):
-            raise UserError('messages must be a list like [{"role": "user", "content": "..."}].')
-        prompt["prompt_token_ids"] = llm.tokenizer.apply_chat_template(prompt.pop("messages"))
-    return llm.add_request(prompt, params, id)
+        messages = msgspec.convert(prompt.pop("messages"), _Messages)
+        prompt["prompt_token_ids"] = llm.tokenizer.apply_chat_template(messages)
+    return llm.add_request(prompt, dataclasses.replace(sampling, **fields), id)
+
+
+def as_row(output: "RequestOutput") -> dict[str, Any]:
+    """A finished request as `--json` and `--output` show it. With n > 1, `outputs` holds all completions."""
+    outputs = [dataclasses.asdict(completion) for completion in output.outputs]
+    row = {"id": output.request_id, "prompt_token_ids": output.prompt_token_ids} | outputs[0]
+    row["metrics"] = output.metrics.as_dict(len(outputs[0]["token_ids"]))
+    return row | ({"outputs": outputs} if len(outputs) > 1 else {})
+
+
+def _write(row: dict[str, Any], sinks: list[TextIO]) -> None:
+    for sink in sinks:
+        print(json.dumps(row), file=sink, flush=True)
+    if not sinks and "error" not in row:
+        for i, completion in enumerate(row.get("outputs", [row])):
+            print(f"--- {row['id']}{f'.{i}' if i else ''}\n{completion['text']}", flush=True)
+
+
+def stream(llm: "LLM", output: "RequestOutput") -> str | None:
+    """Prints a completion as it comes and returns it; None if Ctrl-C ended it, which leaves the engine usable."""
+    (completion,) = output.outputs
+    shown = 0
+    with stop_on_signal() as interrupted:
+        while not output.finished and not interrupted():
+            llm.step()
+            print(completion.text[shown:], end="", flush=True)
+            shown = len(completion.text)
+    llm.abort_requests([output.request_id])
+    print(flush=True)
+    return None if interrupted() else completion.text
 
 
 @contextlib.contextmanager
@@ -214,23 +195,12 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     seen: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
-        if seen:
-            raise KeyboardInterrupt
         seen.append(number)
+        signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(seen)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _progress_bar() -> "Progress":
-    """At the bottom of the terminal, on stderr; invisible where stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -1,4 +1,4 @@
-"""The command line. Engine and sampling options are made from the fields of EngineConfig and SamplingParams, so they have
+"""The command line. Options are made from the fields of EngineConfig, SamplingParams and the other configs, so they have
 the same names and the same help in every command.
 
 Exit codes: 0 done, 1 some requests failed, 2 the user's mistake, 3 ours, 130 interrupted. With `--json`, standard output
@@ -9,79 +9,85 @@ Nothing heavy is imported before a command needs it: `nanopd --help` must answer
 
 import contextlib
 import dataclasses
+import importlib.util
 import inspect
 import logging
 import os
 import sys
 import typing
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanopd import __version__
-from nanopd.config import EngineConfig, SamplingParams, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, RouterConfig, SamplingParams, ServeConfig, UserError
 
 if TYPE_CHECKING:
-    from nanopd.engine.llm import LLM, RequestOutput
+    from nanopd.engine.llm import LLM
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure.", rich_markup_mode=None)
 model_app = typer.Typer(no_args_is_help=True, help="List and fetch models.", rich_markup_mode=None)
-app.add_typer(bench_app, name="bench")
 app.add_typer(model_app, name="model")
 
+CHECKOUT = Path(__file__).parent.parent  # or where the package is installed
+
 # Options whose name on the command line is not the field's, or whose default there is another.
-_NAMES = {
-    "enable_prefix_caching": "--prefix-caching/--no-prefix-caching",
-    "skip_special_tokens": "--skip-special-tokens/--no-skip-special-tokens",
-    "stop_token_ids": "--stop-token-id",
-}
+_NAMES = {"enable_prefix_caching": ["--prefix-caching/--no-prefix-caching"], "stop_token_ids": ["--stop-token-id"]}
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
 
 
-def options_of(config: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option for each field of `config`, and calls it with a `config` made from them.
+def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command one option for each field of the configs among its parameters, and calls it with configs made
+    from them. UserError from a value out of range passes through.
 
-    The command takes it as its parameter of that type. UserError from a value out of range passes through.
+    Of two fields with one name the first gets the option: `--seed` is the engine's, and requests draw theirs from it.
     """
+    signature = inspect.signature(command)
+    parameters = dict(signature.parameters)
+    configs: dict[str, Any] = {n: p.annotation for n, p in parameters.items() if dataclasses.is_dataclass(p.annotation)}
+    fields: dict[str, list[str]] = {}  # by config: those that have an option
+    for name, config in configs.items():
+        del parameters[name]
+        options = {p.name: p for p in _options(config) if p.name not in parameters}
+        fields[name] = list(options)
+        parameters |= options
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(command)
-        (name,) = [p.name for p in signature.parameters.values() if p.annotation is config]
-        fields = [f for f in dataclasses.fields(config) if f.name not in skip]
-        hints = typing.get_type_hints(config)
+    def run(**given: Any) -> Any:
+        for name, config in configs.items():
+            given[name] = config(**{field: given.pop(field) for field in fields[name]})
+        return command(**given)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            kwargs[name] = config(**{f.name: kwargs.pop(f.name) for f in fields})
-            return command(*args, **kwargs)
-
-        parameters = [p for p in signature.parameters.values() if p.name != name]
-        for f in fields:
-            kind: Any = hints[f.name]
-            if typing.get_origin(kind) is tuple:
-                kind = list.__class_getitem__(typing.get_args(kind)[:1])
-            elif typing.get_origin(kind) is typing.Literal:
-                kind = str
-            flag = _NAMES.get(f.name, "--" + f.name.replace("_", "-"))
-            option = typer.Option(flag, help=f.metadata["help"], show_default=True)
-            default = _DEFAULTS.get(f.name, list(f.default) if isinstance(f.default, tuple) else f.default)
-            annotation = Annotated[kind, option]
-            parameters.append(
-                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            )
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
-
-    return decorate
+    run.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters.values()}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
-engine_options = options_of(EngineConfig)
-sampling_options = options_of(SamplingParams, skip=("seed",))  # --seed is the engine's: requests draw theirs from it
+def _options(config: type[Any]) -> list[inspect.Parameter]:
+    options, hints = [], typing.get_type_hints(config)
+    for f in dataclasses.fields(config):
+        kind, default = hints[f.name], _DEFAULTS.get(f.name, f.default)
+        if isinstance(default, tuple):
+            kind, default = list.__class_getitem__(typing.get_args(kind)[:1]), list(default)
+        option = typer.Option(*_NAMES.get(f.name, ()), help=f.metadata["help"])
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        options.append(inspect.Parameter(f.name, keyword, default=default, annotation=Annotated[kind, option]))
+    return options
+
+
+def add_checkout_commands() -> None:
+    """Benchmarks and lessons are not part of the engine, but in a source checkout they stand beside the package. Each
+    has a commands.py, loaded as a package of its own (another `tests` may be installed), whose `register` adds them."""
+    for folder in (CHECKOUT / "tests/bench", CHECKOUT / "lessons"):
+        name, file = f"nanopd_{folder.name}", folder / "commands.py"
+        if file.is_file() and name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
+            assert spec and spec.loader
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            module.register(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -98,18 +104,18 @@ def _main(
         print(context.get_help())
 
 
-def _load(config: EngineConfig) -> "LLM":
+def load(config: EngineConfig) -> "LLM":
+    """The engine, with its tokenizer."""
     from nanopd.engine.llm import LLM
 
     return LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
 
 
-# ---------------------------------------------------------------- generate
+# ---------------------------------------------------------------- generate, chat
 
 
 @app.command()
-@engine_options
-@sampling_options
+@config_options
 def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -119,7 +125,7 @@ def generate(
     as_chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt into the model's chat template.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an --output that was interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a request.")] = False,
-) -> None:
+) -> int:
     """Complete prompts: from the command line, from stdin, or a file of requests.
 
     A line of --input is {"prompt": text} or {"messages": [...]} or {"prompt_token_ids": [...]}, with "id" and any
@@ -127,50 +133,15 @@ def generate(
     """
     from nanopd import batch
 
-    if input is not None and (prompts or as_chat):
-        raise UserError('Prompts and --chat exclude --input; write the prompts, or {"messages": ...}, into the file.')
-    if (output is not None and input is None) or (resume and output is None):
-        raise UserError("--output goes with --input, and --resume with --output.")
-    if input is not None:
-        raise typer.Exit(batch.run_file(partial(_load, engine), sampling, input, output, resume, as_json))
-    texts = prompts or [_stdin().read()]
-    llm = _load(engine)
-    todo = [{"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text} for text in texts]
-    if len(todo) > 1 or as_json or sampling.n > 1:
-        raise typer.Exit(batch.run_prompts(llm, sampling, todo, as_json))
-    if _stream(llm, batch.add(llm, sampling, todo[0])) is None:
-        raise typer.Exit(130)
-
-
-def _stdin() -> TextIO:
-    if sys.stdin is None:
-        raise UserError("There is no prompt, and standard input is closed.")
-    if sys.stdin.isatty():
-        print("(type a prompt, then Ctrl-D)", file=sys.stderr)
-    return sys.stdin
-
-
-def _stream(llm: "LLM", output: "RequestOutput") -> str | None:
-    """Prints a completion as it comes and returns it; None if Ctrl-C ended it, which leaves the engine usable."""
-    from nanopd.batch import stop_on_signal
-
-    (completion,) = output.outputs
-    try:
-        with stop_on_signal() as interrupted:
-            shown = 0
-            while not output.finished and not interrupted():
-                llm.step()
-                print(completion.text[shown:], end="", flush=True)
-                shown = len(completion.text)
-            return None if interrupted() else completion.text
-    finally:
-        llm.abort_requests([output.request_id])
-        print(flush=True)
+    if (input is not None and (prompts or as_chat)) or (output and not input) or (resume and not output):
+        raise UserError("Prompts and --chat exclude --input; --output goes with --input, and --resume with --output.")
+    if input is None:
+        return batch.run_prompts(lambda: load(engine), sampling, prompts, as_chat, as_json)
+    return batch.run_file(lambda: load(engine), sampling, input, output, resume, as_json)
 
 
 @app.command()
-@engine_options
-@sampling_options
+@config_options
 def chat(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -179,71 +150,46 @@ def chat(
     """Talk to the model. /reset forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."""
     from nanopd import batch
 
-    if sampling.n != 1 or sys.stdin is None:
-        raise UserError("A chat needs --n 1 and a standard input.")
-    llm = _load(engine)
+    if sampling.n != 1:
+        raise UserError("A chat needs --n 1.")
+    prompt, llm = "> " if batch.stdin().isatty() else "", load(engine)
     beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
-    prompt = "> " if sys.stdin.isatty() else ""
+    messages = beginning
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while (text := input(prompt).strip()) not in ("/exit", "/quit"):
+        while (text := input(prompt).strip()) != "/exit":
             if text == "/reset":
-                messages = list(beginning)
+                messages = beginning
                 print("(the conversation is forgotten)")
             elif text.startswith("/"):
                 print("(/reset forgets the conversation, /exit ends)")
             elif text:
                 asked = [*messages, {"role": "user", "content": text}]
                 try:
-                    answer = _stream(llm, batch.add(llm, sampling, {"messages": asked}))
-                    if answer is not None:
-                        messages = [*asked, {"role": "assistant", "content": answer}]
+                    answer = batch.stream(llm, batch.add(llm, sampling, {"messages": asked}))
+                    messages = messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
                 except UserError as error:
                     print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
 
 
-# ---------------------------------------------------------------- bench, model
+# ---------------------------------------------------------------- model
 
 
-@bench_app.command("offline")
-@engine_options
-def bench_offline(
-    engine: EngineConfig,
-    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
-    input_len: Annotated[str, typer.Option(help="Prompt tokens: a number or a range like 32-256.")] = "32-256",
-    output_len: Annotated[str, typer.Option(help="Tokens to generate: a number or a range.")] = "32-128",
-    shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Throughput and latencies of one batch of random prompts, all arriving at once."""
-    from nanopd import bench
+@app.command()
+@config_options
+def serve(engine: EngineConfig, kv_transfer: KVTransferConfig, server: ServeConfig) -> int:
+    """Serve the OpenAI-compatible API over HTTP; with --role, as one node of P/D disaggregation."""
+    from nanopd.serve import api
 
-    bench.show(bench.offline(_load(engine), requests, input_len, output_len, shared_prefix), as_json)
+    return api.serve(engine, kv_transfer, server)
 
 
-@bench_app.command("scheduler")
-def bench_scheduler(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
-    """Microseconds per scheduled request of the scheduler alone, by number running, number waiting and pool size."""
-    from nanopd import bench
+@app.command()
+@config_options
+def route(config: RouterConfig) -> int:
+    """Put one address in front of prefill nodes and decode nodes."""
+    from nanopd.serve import router
 
-    for row in bench.scheduler():
-        bench.show(row, as_json)
-
-
-@bench_app.command("kernels")
-def bench_kernels(
-    target: Annotated[
-        list[str] | None, typer.Option(help="Without a GPU: compile for sm_80, sm_90, sm_100 or gfx942 only.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
-    """The Triton kernels: times on a GPU; without one, what they compile to for four GPUs (a minute for each)."""
-    from nanopd import bench
-
-    for row in bench.kernels(target or []):
-        bench.show(row, as_json)
+    return router.route(config)
 
 
 @model_app.command("list")
@@ -269,27 +215,24 @@ def main() -> int:
     """Runs a command; turns exceptions into a message and an exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller: then nobody wants to read it
     try:
-        returned = app(standalone_mode=False)
+        add_checkout_commands()
+        code = app(standalone_mode=False)
         sys.stdout.flush()
-        return returned if isinstance(returned, int) else 0
+        return code or 0
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `nanopd … | head`: the reader has seen enough
         sys.stdout = open(os.devnull, "w")
         return 1
-    except UnicodeError as error:
-        what = (
-            "output cannot be shown in this locale" if isinstance(error, UnicodeEncodeError) else "input is not UTF-8"
-        )
-        print(f"Error: the {what} ({error}).", file=sys.stderr)
-        return 2
-    except (UserError, OSError) as error:
+    except (UserError, OSError, UnicodeError) as error:  # the last: no UTF-8 came in, or the locale can't show it
         print(f"Error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
         if hasattr(error, "show"):  # a mistake in the options, in click's words
             error.show()
+            if "No such command" in str(error) and not (CHECKOUT / "tests/bench").is_dir():
+                print("(Benchmarks and lessons need a source checkout of nanopd.)", file=sys.stderr)
             return 2
         logging.getLogger("nanopd").exception("Internal error; please report it with the text below")
         return 3

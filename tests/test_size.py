@@ -36,5 +36,8 @@ def test_the_core_imports_no_torch():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, nanopd.cli; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "numpy", "msgspec", "rich"}
+    code = (
+        f"import sys; from nanopd import cli; cli.add_checkout_commands(); sys.exit(bool({heavy} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -58,22 +58,13 @@ class Detokenizer:
 
     def _find_stop(self, searched: int) -> str | None:
         """The stop string that appears first, if one does in the text beyond `searched`; cuts the text before it."""
-        found: tuple[int, str] | None = None
-        for stop in self._params.stop:
-            at = self._full.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = at, stop
-        if found is None:
-            return None
-        self._full = self._full[: found[0]]
-        return found[1]
+        found = [(self._full.find(s, max(0, searched - len(s) + 1)), s) for s in self._params.stop]
+        at, stop = min((f for f in found if f[0] >= 0), default=(0, None))
+        if stop is not None:
+            self._full = self._full[:at]
+        return stop
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._params.stop:
-            for n in range(min(len(stop) - 1, len(self._full)), longest, -1):
-                if self._full.endswith(stop[:n]):
-                    longest = n
-                    break
-        return longest
+        ends = (n for stop in self._params.stop for n in range(1, len(stop)) if self._full.endswith(stop[:n]))
+        return max(ends, default=0)

@@ -1,7 +1,7 @@
 """Scatter the new keys and values of a step into the paged cache, by slot mapping (K1). Once per layer, before attention.
 
-The cache is one allocation in one of three layouts (DESIGN section 5); what arrives here are the K and the V half of one
-layer as views [num_blocks, block_size, Hkv, D]. Only strides differ between the layouts, so strides are all the kernel
+The cache is one allocation in one of three layouts (worker/kv_memory.py); what arrives here are the K and the V half of
+one layer as views [num_blocks, block_size, Hkv, D]. Only strides differ between the layouts, so strides are all the kernel
 reads. The head dimension must be contiguous. Slot -1 writes nothing. Knows nothing of requests: a token is a row and a slot.
 """
 
@@ -48,16 +48,3 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
             key, value, k_cache, v_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2], *k_cache.stride()[:3],
             BLOCK_SIZE=k_cache.shape[1], NUM_HEADS=num_heads, D=head_dim,
         )  # fmt: skip
-
-
-def store_kv_reference(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """The same by indexed assignment."""
-    slot = slot_mapping[: key.shape[0]]
-    real = slot >= 0
-    index = (slot[real] // k_cache.shape[1], slot[real] % k_cache.shape[1])
-    k_cache[index], v_cache[index] = key[real], value[real]
-
-
-def store_kv_cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """(bytes, FLOPs) of one call: K and V, each read once and written once, and a slot per token. It computes nothing."""
-    return num_tokens * (2 * 2 * num_kv_heads * head_dim * itemsize + 8), 0

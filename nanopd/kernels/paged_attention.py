@@ -96,7 +96,7 @@ def choose_tiles(
 #
 # Per tile: 4 * rows * keys * D FLOPs (a multiply-add is 2) on 2 * keys * D elements, which in bf16 is `rows` FLOPs a byte. A
 # decode with a group of 4 uses 4 rows of 16: 4 FLOPs a byte, so it waits for memory. A prefill with 128 rows waits for the
-# tensor cores, and for the exponentials between the two products. paged_attention_cost counts a whole call.
+# tensor cores, and for the exponentials between the two products.
 @triton.jit(do_not_specialize=["num_reqs"])  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, scale_log2, num_reqs, q_token, q_head,
@@ -270,34 +270,3 @@ def paged_attention(
         DOT=tl.float32 if INTERPRETED else DOT_TYPES[query.dtype], num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out if part_lse is None or splits == 1 else merge_partials(part, part_lse, out, lse)
-
-
-def paged_attention_reference(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    scale: float, *, sliding_window: int | None = None, causal: bool = True,
-) -> Tensor:  # fmt: skip
-    """The same, a request at a time: gather its keys, one dense softmax in float32."""
-    out, starts, group = torch.zeros_like(query), query_start_loc.tolist(), query.shape[1] // k_cache.shape[2]
-    for req, seq_len in enumerate(seq_lens.tolist()):
-        chunk = slice(starts[req], starts[req + 1])
-        j = torch.arange(seq_len, device=query.device)
-        index = (block_table[req, j // k_cache.shape[1]].long(), j % k_cache.shape[1])
-        k, v = (cache[index].float().repeat_interleave(group, 1) for cache in (k_cache, v_cache))  # [seq_len, Hq, D]
-        scores = torch.einsum("qhd,khd->hqk", query[chunk].float(), k) * scale
-        position = torch.arange(seq_len - scores.shape[1], seq_len, device=query.device)[:, None]
-        seen = (j <= position if causal else j >= 0) & (j > position - (sliding_window or math.inf))
-        out[chunk] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).to(out.dtype)
-    return out
-
-
-def paged_attention_cost(
-    query_lens: list[int], seq_lens: list[int], heads: int, kv_heads: int, head_dim: int, itemsize: int, window: int = 0
-) -> tuple[int, int]:
-    """(bytes, FLOPs) of one call: what must move (Q and out once, every visible K and V once) and be multiplied.
-
-    A multiply-add counts as 2, and there are two for each (head, query, visible key, dimension): Q K^T and P V.
-    """
-    window = window or max(seq_lens)
-    keys = sum(min(s, q + window - 1) for q, s in zip(query_lens, seq_lens))
-    pairs = sum(min(s - i, window) for q, s in zip(query_lens, seq_lens) for i in range(q))
-    return 2 * (keys * kv_heads + sum(query_lens) * heads) * head_dim * itemsize, 4 * pairs * heads * head_dim

@@ -5,7 +5,6 @@ means "write nothing"; it fills the tail of `out`, where a batch was padded up t
 has no tokens here (query_start_loc repeats its last value). Nothing in this file knows what a slot holds.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,19 +39,3 @@ def slot_mapping(positions: Tensor, query_start_loc: Tensor, block_table: Tensor
     out.fill_(PAD_SLOT)
     args = positions, query_start_loc, block_table, out, block_table.stride(0)
     _slot_mapping_kernel[(block_table.shape[0],)](*args, BLOCK_SIZE=block_size, TILE=1024)
-
-
-def slot_mapping_reference(
-    positions: Tensor, query_start_loc: Tensor, block_table: Tensor, block_size: int, out: Tensor
-) -> None:
-    """The same, as tensor operations."""
-    num_tokens = int(query_start_loc[-1])
-    position = positions[:num_tokens]
-    req = torch.repeat_interleave(query_start_loc.diff().long())  # [T]: which request token t is of
-    out.fill_(PAD_SLOT)
-    out[:num_tokens] = block_table[req, position // block_size].long() * block_size + position % block_size
-
-
-def slot_mapping_cost(num_tokens: int, out_len: int) -> tuple[int, int]:
-    """(bytes, FLOPs) of one call: a position and a table entry in, a slot out. It computes nothing but addresses."""
-    return num_tokens * (8 + 4) + out_len * 8, 0

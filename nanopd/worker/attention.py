@@ -12,8 +12,8 @@ request. The model calls `ForwardContext.attend` once a layer and knows nothing 
 
 import os
 import sys
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +41,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Stores and attends. The first two are called once a step, the last once a layer."""
+    """Stores and attends: planned once a step, called once a layer."""
 
-    def compute_slot_mapping(
-        self, positions: Tensor, query_start_loc: Tensor, block_table: Tensor, block_size: int, out: Tensor
-    ) -> None:
-        """K1 for each token: positions int64 [T] -> out int64 [T], -1 where the batch is padded."""
+    def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
+        """Fills `metadata.slot_mapping` (K1) from the positions, int64 [T], and remembers what all layers need."""
         ...
-
-    def plan(self, metadata: AttentionMetadata) -> None: ...
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -80,62 +76,52 @@ class CPUAttention:
     layer; that is the price of having no kernel of our own.
     """
 
-    def compute_slot_mapping(
-        self, positions: Tensor, query_start_loc: Tensor, block_table: Tensor, block_size: int, out: Tensor
-    ) -> None:
-        request = torch.repeat_interleave(query_start_loc.diff().long())  # [T]: whose token is it
-        out[:] = block_table[request, positions // block_size].long() * block_size + positions % block_size
-
-    def plan(self, metadata: AttentionMetadata) -> None:
+    def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
         """Groups the requests of this step: decodes whose lengths are within a factor of 2, and each chunk by itself."""
-        self._slot_mapping, self._groups = metadata.slot_mapping, list[_Group]()
+        request = torch.repeat_interleave(metadata.query_start_loc.diff().long())  # [T]: whose token is it
+        blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
+        metadata.slot_mapping[:] = blocks * block_size + rest
+        self._slots, self._groups = (blocks, rest), list[_Group]()
         groups: dict[tuple[int, int], list[int]] = {}
         for i, (query_len, seq_len) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list)):
             groups.setdefault((query_len, seq_len.bit_length() if query_len == 1 else i), []).append(i)
         for (query_len, _), rows in groups.items():
+            longest = max(metadata.seq_lens_list[i] for i in rows)
             tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)
-            self._groups.append(_Group(tokens, metadata.block_table[rows].long(), metadata.seq_lens[rows].long()))
+            table = metadata.block_table[rows, : -(-longest // block_size)].long()
+            self._groups.append(_Group(tokens, table, metadata.seq_lens[rows].long().view(-1, 1), longest))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
     ) -> Tensor:
-        block_size = k_cache.shape[1]
-        slots = (self._slot_mapping // block_size, self._slot_mapping % block_size)
-        k_cache[slots], v_cache[slots] = key, value
+        k_cache[self._slots], v_cache[self._slots] = key, value
         output = torch.empty_like(query)
         for group in self._groups:
-            longest = int(group.seq_lens.max())
-            blocks = group.block_table[:, : -(-longest // block_size)]
-            k, v = (cache[blocks].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))  # [n, longest, Hkv, D]
-            if len(group.seq_lens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
-                k, v = (x.masked_fill(group.padding(longest), 0) for x in (k, v))
+            # [n, longest, Hkv, D]
+            k, v = (cache[group.block_table].flatten(1, 2)[:, : group.longest] for cache in (k_cache, v_cache))
+            if len(group.tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
+                k, v = (x.masked_fill(group.padding, 0) for x in (k, v))
             q, k, v = (x.transpose(1, 2) for x in (query[group.tokens], k, v))  # [n, heads, tokens, D]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask(longest, window), enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask(window), enable_gqa=True)
             output[group.tokens] = out.transpose(1, 2)
         return output
 
 
-@dataclass(slots=True)
 class _Group:
-    """Requests of equal query length: their tokens in the batch [n, query_len], block tables, and lengths [n]."""
+    """Requests of equal query length: their tokens in the batch [n, query_len], block tables, and lengths [n, 1]."""
 
-    tokens: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    def __init__(self, tokens: Tensor, block_table: Tensor, seq_lens: Tensor, longest: int) -> None:
+        self.tokens, self.block_table, self.longest = tokens, block_table, longest
+        self.padding = (torch.arange(longest) >= seq_lens)[:, :, None, None]  # positions beyond a request's end
+        self._positions = seq_lens - tokens.shape[1] + torch.arange(tokens.shape[1])  # [n, query_len]
+        self._masks: dict[int | None, Tensor] = {}
 
-    def padding(self, longest: int) -> Tensor:
-        """Positions beyond a request's end, bool [n, longest, 1, 1]."""
-        return (torch.arange(longest) >= self.seq_lens.unsqueeze(1)).view(len(self.seq_lens), longest, 1, 1)
-
-    def mask(self, longest: int, window: int | None) -> Tensor:
+    def mask(self, window: int | None) -> Tensor:
         """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it."""
-        if window not in self.masks:
-            query_len, other = self.tokens.shape[1], torch.arange(longest)
-            position = (self.seq_lens.view(-1, 1) - query_len + torch.arange(query_len)).unsqueeze(2)
-            mask = (other <= position) & (other > position - (window or longest + 1))
-            self.masks[window] = mask.unsqueeze(1)
-        return self.masks[window]
+        if window not in self._masks:
+            position, other = self._positions[:, None, :, None], torch.arange(self.longest)
+            self._masks[window] = (other <= position) & (other > position - (window or self.longest + 1))
+        return self._masks[window]
 
 
 class TritonAttention:
@@ -144,29 +130,21 @@ class TritonAttention:
     def __init__(self) -> None:
         from nanopd.kernels import kv_store, paged_attention, slot_mapping
 
-        self.compute_slot_mapping = slot_mapping.slot_mapping
-        self._store_kv, self._paged_attention = kv_store.store_kv, paged_attention.paged_attention
+        self._slot_mapping, self._store_kv = slot_mapping.slot_mapping, kv_store.store_kv
+        self._paged_attention = paged_attention.paged_attention
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        self._metadata = metadata
+    def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
+        self._metadata = m = metadata
+        self._slot_mapping(positions, m.query_start_loc, m.block_table, block_size, m.slot_mapping)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
     ) -> Tensor:
         m = self._metadata
         self._store_kv(key, value, k_cache, v_cache, m.slot_mapping)
-        return self._paged_attention(
-            query,
-            k_cache,
-            v_cache,
-            m.block_table,
-            m.query_start_loc,
-            m.seq_lens,
-            scale=query.shape[-1] ** -0.5,
-            max_query_len=max(m.query_lens_list),
-            max_seq_len=m.max_seq_len,
-            sliding_window=window,
-        )
+        tables = m.block_table, m.query_start_loc, m.seq_lens, query.shape[-1] ** -0.5
+        lengths: dict[str, Any] = {"max_query_len": max(m.query_lens_list), "max_seq_len": m.max_seq_len}
+        return self._paged_attention(query, k_cache, v_cache, *tables, sliding_window=window, **lengths)
 
 
 def choose_backend(name: str, device: str) -> AttentionBackend:

@@ -8,6 +8,8 @@ Whoever reads or writes the cache gets a view (block, slot, head, dim) of one la
 strides; so only this file knows which layout is in use. Rule K1; lesson 02.
 """
 
+import contextlib
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopd.config import EngineConfig, KVLayout, SamplingParams, UserError, parse_bytes
+from nanopd.config import EngineConfig, SamplingParams, UserError, parse_bytes
 from nanopd.models.config import ModelConfig
 from nanopd.models.decoder import Decoder
 from nanopd.worker.sampler import SamplingRow, sample
 
 # For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
-_AS_LAYER_KV_BLOCK: dict[KVLayout, tuple[int, ...]] = {
+_AS_LAYER_KV_BLOCK: dict[str, tuple[int, ...]] = {
     "kv_first": (0, 1, 2, 3, 4, 5),
     "blocks_first": (0, 2, 1, 3, 4, 5),
     "cross_layer": (1, 2, 0, 3, 4, 5),
@@ -43,18 +45,15 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, model: ModelConfig, num_blocks: int, block_size: int, layout: KVLayout, dtype: torch.dtype, device: str
+        cls, model: ModelConfig, num_blocks: int, block_size: int, layout: str, dtype: torch.dtype, device: str
     ) -> "KVCache":
         """All zeros, so that no garbage can be a NaN. On a CPU the operating system hands out a page when it is first
         written, so a block that was never used costs nothing."""
         order = _AS_LAYER_KV_BLOCK[layout]
         sizes = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        shape = [0] * 6
-        for size, dim in zip(sizes, order):
-            shape[dim] = size
+        shape = [sizes[order.index(dim)] for dim in range(6)]
         if device == "cpu":
-            num_bytes = num_blocks * bytes_per_block(model, block_size, dtype)
-            memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+            memory = torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
         else:
             memory = torch.zeros(shape, dtype=dtype, device=device)
         by_layer = memory.permute(order)
@@ -71,11 +70,11 @@ def free_memory(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    try:  # inside a container (cgroup v2) its limit counts, not the machine's memory
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # in a container (cgroup v2) its limit counts, not the machine's memory
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
     return max(free, 0)
 
 
@@ -88,11 +87,9 @@ def profile_peak_memory(model: Decoder, num_tokens: int, num_seqs: int, device: 
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     with torch.inference_mode():
         hidden_states = model(tokens, tokens, lambda layer, query, key, value: query.clone())
-        row = SamplingRow(
-            SamplingParams(top_p=0.5, presence_penalty=1.0, seed=0), np.zeros(1, np.int64), 1, frozenset()
-        )
         logits = model.compute_logits(hidden_states[:num_seqs])
-        sample(logits, [row] * len(logits))
+        dear = SamplingParams(top_p=0.5, presence_penalty=1.0, seed=0)
+        sample(logits, [SamplingRow(dear, np.zeros(1, np.int64), 1, frozenset())] * len(logits))
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()  # else torch keeps it, and the device reports it as taken already
     return peak

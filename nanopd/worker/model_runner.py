@@ -213,10 +213,9 @@ class ModelRunner:
         A graph saves the launches, which cost more than the work when every request computes one token.
         """
         num_tokens = int(inputs.query_lens.sum())
-        if num_tokens == len(inputs.rows):
-            for size in sorted(self.graphs):
-                if size >= num_tokens:
-                    return BatchExecution(True, size)
+        large_enough = [size for size in self.graphs if size >= num_tokens]
+        if num_tokens == len(inputs.rows) and large_enough:
+            return BatchExecution(True, min(large_enough))
         return BatchExecution(False, num_tokens)
 
     def _build_attention_metadata(self, inputs: StepInputs, execution: BatchExecution) -> AttentionMetadata:
@@ -230,7 +229,7 @@ class ModelRunner:
         self.positions.array[num_tokens : execution.num_tokens] = 0
         longest = -(-int(inputs.seq_lens.max()) // self.block_size)
         self.batch_block_table.array[:num_reqs, :longest] = self.block_table[inputs.rows, :longest]
-        metadata = AttentionMetadata(
+        return AttentionMetadata(
             query_start_loc=self.query_start_loc.on_device(rows + 1),
             seq_lens=self.seq_lens.on_device(rows),
             block_table=self.batch_block_table.on_device(rows),
@@ -239,15 +238,12 @@ class ModelRunner:
             seq_lens_list=inputs.seq_lens.tolist(),
             max_seq_len=None if execution.use_graph else int(inputs.seq_lens.max()),
         )
-        self.backend.plan(metadata)
-        return metadata
 
     def _preprocess(self, execution: BatchExecution, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Token ids, positions and slots (K1) on the device. The ids in the padding are some earlier step's: harmless."""
         input_ids = self.input_ids.on_device(execution.num_tokens)
         positions = self.positions.on_device(execution.num_tokens)
-        tables = (metadata.query_start_loc, metadata.block_table)
-        self.backend.compute_slot_mapping(positions, *tables, self.block_size, metadata.slot_mapping)
+        self.backend.plan(metadata, positions, self.block_size)
         return input_ids, positions
 
     def _model_forward(self, input_ids: Tensor, positions: Tensor, execution: BatchExecution) -> Tensor:
@@ -260,21 +256,16 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, inputs: StepInputs) -> ModelRunnerOutput:
         """Chooses tokens from logits [S, vocab_size], and writes them into the tables for the next step to find."""
+        rows, request_ids = inputs.rows[inputs.sampled], [inputs.request_ids[i] for i in inputs.sampled]
         sampling_rows = []
-        for i in inputs.sampled:
-            request, row = self.requests[inputs.request_ids[i]], inputs.rows[i]
+        for row, r in zip(rows, map(self.requests.__getitem__, request_ids)):
             tokens = self.token_ids[row, : self.num_tokens[row]]
-            sampling_rows.append(
-                SamplingRow(request.sampling_params, tokens, request.num_prompt_tokens, request.stop_token_ids)
-            )
+            sampling_rows.append(SamplingRow(r.sampling_params, tokens, r.num_prompt_tokens, r.stop_token_ids))
         token_ids, logprobs = sample(logits, sampling_rows)
-        rows = inputs.rows[inputs.sampled]
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
-        request_ids = [inputs.request_ids[i] for i in inputs.sampled]
-        return ModelRunnerOutput(
-            dict(zip(request_ids, token_ids)), {i: p for i, p in zip(request_ids, logprobs) if p is not None}
-        )
+        wanted = {i: p for i, p in zip(request_ids, logprobs) if p is not None}
+        return ModelRunnerOutput(dict(zip(request_ids, token_ids)), wanted)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:

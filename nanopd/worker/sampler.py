@@ -59,9 +59,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
     drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     # Rows that cut the distribution need a sort; the others must not get one just because a batch mate does, or the
     # same seed would give another token.
-    cut = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1 or rows[i].params.min_p > 0]
-    for group, truncate in ((cut, True), ([i for i in drawn if i not in set(cut)], False)):
-        if group:
+    cut = {i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1 or rows[i].params.min_p > 0}
+    for truncate in (True, False):
+        if group := [i for i in drawn if (i in cut) == truncate]:
             tokens[group] = _draw(logits[group], [rows[i] for i in group], truncate)
     token_ids: list[int] = tokens.tolist()
 
@@ -107,23 +107,20 @@ def _forbid_early_stop(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Repetition (prompt and output: divides what is positive, multiplies what is negative, as in CTRL, arXiv
     1909.05858), frequency and presence (output only: subtracts, as in OpenAI's API)."""
-    index = [
-        i
-        for i, row in enumerate(rows)
-        if row.params.repetition_penalty != 1 or row.params.presence_penalty or row.params.frequency_penalty
-    ]
+    params = [row.params for row in rows]
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    index = [i for i, penalty in enumerate(penalties) if penalty != (1, 0, 0)]
     if not index:
         return
-    chosen, vocab_size = [rows[i] for i in index], logits.shape[-1]
+    repetition, frequency, presence = logits.new_tensor([penalties[i] for i in index]).T.unsqueeze(2)  # [n, 1] each
+    vocab_size, chosen = logits.shape[-1], [rows[i] for i in index]
     parts = [(row.token_ids, row.token_ids[row.num_prompt_tokens :]) for row in chosen]
     counts = np.array([[np.bincount(ids, minlength=vocab_size) for ids in part] for part in parts], dtype=np.float32)
     in_any, in_output = torch.from_numpy(counts).to(logits.device).unbind(1)  # [n, vocab_size] each
     penalised = logits[index]
-    repetition = torch.where(in_any > 0, _column(chosen, lambda p: p.repetition_penalty, logits), 1.0)
+    repetition = torch.where(in_any > 0, repetition, 1.0)
     penalised = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
-    penalised -= in_output * _column(chosen, lambda p: p.frequency_penalty, logits)
-    penalised -= (in_output > 0) * _column(chosen, lambda p: p.presence_penalty, logits)
-    logits[index] = penalised
+    logits[index] = penalised - in_output * frequency - (in_output > 0) * presence
 
 
 def _token_logprobs(logprobs: Tensor, token_id: int, k: int) -> TokenLogprobs:

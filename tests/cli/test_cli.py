@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,7 +168,8 @@ def test_output_is_not_overwritten_and_resume_goes_on(options: Sequence[str], tm
 def test_resume_leaves_files_alone_that_are_not_its_own(options: Sequence[str], tmp_path: Path):
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
     precious = tmp_path / "precious.txt"
-    for content in ("a line of mine\n", '{"some": "json"}\n', '{"id": "1", "finish_reason": "stop"}\n[]\n'):
+    mine = ("a line of mine\n", "no line at all", '{"some": "json"}\n', '{"id": "1", "finish_reason": "stop"}\n[]\n')
+    for content in mine:
         precious.write_text(content)
         done = nanopd("generate", *options, "--input", str(path), "--output", str(precious), "--resume")
         assert done.returncode == 2, done.stderr
@@ -255,6 +257,22 @@ def test_bench_offline_json(options: Sequence[str]):
     (row,) = rows(nanopd("bench", "offline", *options, *args).stdout)
     assert {"engine", "model", "dtype", "seconds", "output_tokens_per_s", "ttft_p50_ms", "itl_p99_ms"} <= row.keys()
     assert (row["requests"], row["output_tokens"], row["cached_tokens"]) == (3, 12, 64)
+
+
+def test_benchmarks_are_found_from_anywhere_and_missed_without_a_checkout(tmp_path: Path):
+    checkout = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "nanopd"]
+    (tmp_path / "tests" / "bench").mkdir(parents=True)  # somebody else's `tests` comes first on the path
+    for module in ("tests/__init__.py", "tests/bench/__init__.py", "tests/bench/commands.py"):
+        (tmp_path / module).write_text("raise RuntimeError('not ours')\n")
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run([*command, "bench", "--help"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, "scheduler" in done.stdout) == (0, True), done.stderr
+    shutil.copytree(checkout / "nanopd", tmp_path / "site" / "nanopd", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([*command, "bench", "offline"], cwd=tmp_path / "site", capture_output=True, text=True)
+    assert (done.returncode, "need a source checkout" in done.stderr) == (2, True), done.stderr
+    done = subprocess.run([*command, "--help"], cwd=tmp_path / "site", capture_output=True, text=True)
+    assert (done.returncode, "bench" in done.stdout) == (0, False)
 
 
 def test_model_list(tmp_path: Path):

@@ -24,7 +24,7 @@ def fresh_seed() -> int:
 
 
 def empty_cache(layout: str, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype):
-    """(K, V) of one layer, all NaN, cut from memory in one of the layouts of DESIGN section 5."""
+    """(K, V) of one layer, all NaN, cut from memory in one of the layouts of `worker/kv_memory.py`."""
     size, layers = (block_size, heads, dim), 3
     if layout == "kv_first":
         k, v = torch.full((2, num_blocks, *size), torch.nan, dtype=dtype, device=DEVICE)

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 import triton
 
+CHECKOUT = Path(__file__).parents[2]
 BUDGET = Path(__file__).with_name("aot_budget.json")
 FIGURES = ("registers", "spills", "shared")
 
 
 def measure(*targets: str) -> list[dict]:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "nanopd.kernels.aot", *targets]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.bench.aot", *targets]
+    done = subprocess.run(command, env=env, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -8,17 +8,11 @@ import random
 import pytest
 import torch
 
-from nanopd.kernels.paged_attention import (
-    Tiles,
-    choose_tiles,
-    merge_partials,
-    num_query_tiles,
-    paged_attention,
-    paged_attention_cost,
-    paged_attention_reference,
-)
+from nanopd.kernels.paged_attention import Tiles, choose_tiles, merge_partials, num_query_tiles, paged_attention
+from tests.bench.kernels import paged_attention_cost
 
 from .batches import DEVICE, LAYOUTS, assert_close, fresh_seed, make_batch
+from .reference import paged_attention_reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GRID = list(itertools.product((64, 80, 128), range(1, 9), (16, 32, 64), DTYPES, LAYOUTS))

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from nanopd.kernels.kv_store import store_kv, store_kv_cost, store_kv_reference
+from nanopd.kernels.kv_store import store_kv
 from nanopd.kernels.paged_attention import paged_attention
-from nanopd.kernels.slot_mapping import slot_mapping, slot_mapping_cost, slot_mapping_reference
+from nanopd.kernels.slot_mapping import slot_mapping
+from tests.bench.kernels import slot_mapping_cost, store_kv_cost
 
 from .batches import DEVICE, GARBAGE, LAYOUTS, empty_cache, fresh_seed
+from .reference import slot_mapping_reference, store_kv_reference
 
 
 @pytest.mark.parametrize("function", [slot_mapping, slot_mapping_reference])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanopd.config import LAYOUTS, EngineConfig, KVLayout, UserError
+from nanopd.config import LAYOUTS, EngineConfig, UserError
 from nanopd.worker.attention import AttentionMetadata, CPUAttention, choose_backend
 from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
 from tests.worker.models import tiny_config
@@ -38,7 +38,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_against_dense_attention(name: str, layout: KVLayout, window: int | None):
+def test_against_dense_attention(name: str, layout: str, window: int | None):
     torch.manual_seed(0)
     query_lens, seq_lens = BATCHES[name]
     cache = KVCache.allocate(tiny_config(KV_HEADS, DIM), NUM_BLOCKS, BLOCK_SIZE, layout, torch.float32, "cpu")
@@ -57,10 +57,14 @@ def test_against_dense_attention(name: str, layout: KVLayout, window: int | None
     starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
     positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens)])
     block_table, slots = torch.tensor(tables, dtype=torch.int32), torch.empty(len(positions), dtype=torch.int64)
-    backend = CPUAttention()
-    backend.compute_slot_mapping(positions, starts, block_table, BLOCK_SIZE, slots)
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
-    backend.plan(AttentionMetadata(starts, lens, block_table, slots, query_lens, seq_lens))
+    backend, lens = CPUAttention(), torch.tensor(seq_lens, dtype=torch.int32)
+    backend.plan(AttentionMetadata(starts, lens, block_table, slots, query_lens, seq_lens), positions, BLOCK_SIZE)
+    expected_slots = [
+        table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for table, query_len, seq_len in zip(tables, query_lens, seq_lens)
+        for p in range(seq_len - query_len, seq_len)
+    ]
+    assert slots.tolist() == expected_slots, "K1"
     query = torch.randn(sum(query_lens), HEADS, DIM)
     new_k = torch.cat([k[len(k) - n :] for k, n in zip(keys, query_lens)])
     new_v = torch.cat([v[len(v) - n :] for v, n in zip(values, query_lens)])
@@ -72,7 +76,7 @@ def test_against_dense_attention(name: str, layout: KVLayout, window: int | None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_share_one_allocation(layout: KVLayout):
+def test_layouts_share_one_allocation(layout: str):
     model = tiny_config(KV_HEADS, DIM)
     cache = KVCache.allocate(model, NUM_BLOCKS, BLOCK_SIZE, layout, torch.bfloat16, "cpu")
     assert cache.memory.nbytes == NUM_BLOCKS * bytes_per_block(model, BLOCK_SIZE, torch.bfloat16)

@@ -5,7 +5,7 @@ launch a kernel, it is compiled, specialised by Triton itself for these argument
 pointer or a stride is divisible by 16 is made known). It takes no GPU, no driver and no CUDA toolkit: ptxas, cuobjdump and
 LLVM come inside Triton. Needs a process without TRITON_INTERPRET.
 
-    python -m nanopd.kernels.aot [TARGET…]      one JSON object a line
+    python -m tests.bench.aot [TARGET…]      one JSON object a line
 """
 
 import functools
@@ -56,9 +56,8 @@ def compile_model(heads: int, kv_heads: int, dim: int, target: str) -> dict[str,
     try:
         for phase, reqs, query_len, seq_len, splits in (("prefill", 1, 8192, 8192, 1), ("decode", 64, 1, 4096, 4)):
             for name, kernel in KERNELS.items():
-                kernel.run = functools.partial(
-                    build, found, name.format(phase), kernel, gpu
-                )  # hides its class's method
+                # In the instance: hides its class's method.
+                kernel.run = functools.partial(build, found, name.format(phase), kernel, gpu)
             q, k, v = (empty(reqs * query_len, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
             k_cache, v_cache = empty(2, 4096, block_size, kv_heads, dim, dtype=torch.bfloat16)
             table, starts, lens = (empty(n, dtype=torch.int32) for n in ((reqs, seq_len // block_size), reqs + 1, reqs))
@@ -82,10 +81,7 @@ def build(found: Any, name: str, kernel: Any, gpu: Any, *args: Any, grid: Any, w
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, *bind(*args, **kwargs))
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options.__dict__)
-    listing, fields = (
-        compiled.asm.get("amdgcn", ""),
-        (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)"),
-    )
+    listing, fields = compiled.asm.get("amdgcn"), (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)")
     if gpu.backend == "cuda":  # registers that do not fit go to the stack; these kernels put nothing else there
         fields = r"REG:(\d+)", r"(?:STACK|LOCAL):(\d+)"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,0 +1,11 @@
+"""Measurements of the engine; not part of it. `nanopd bench …` runs them from a source checkout.
+
+    commands.py    their command line: the only file that is loaded before one of them is asked for
+    offline.py     a batch of requests through one engine: throughput and latencies
+    scheduler.py   the scheduler alone
+    kernels.py     the Triton kernels on a GPU, against what the chip can do
+    aot.py         the Triton kernels compiled for GPUs that are not here
+
+Each yields plain numbers, `commands.show` prints them. Machines are noisy: compare two things in one run, and trust ratios
+and medians, not single figures.
+"""

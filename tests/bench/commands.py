@@ -1,0 +1,66 @@
+"""The command line of the benchmarks. `nanopd` loads this file at each start, so nothing heavy is imported up here."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from nanopd.cli import config_options, load
+from nanopd.config import EngineConfig, UserError
+
+bench = typer.Typer(no_args_is_help=True, help="Measure.", rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `bench` to the command line."""
+    app.add_typer(bench, name="bench")
+
+
+def show(row: dict[str, Any], as_json: bool) -> None:
+    """Prints one result: for people, or as one JSON object a line."""
+    words = (f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+    print(json.dumps(row) if as_json else "  ".join(words), flush=True)
+
+
+@bench.command("offline")
+@config_options
+def bench_offline(
+    engine: EngineConfig,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
+    input_len: Annotated[str, typer.Option(help="Prompt tokens: a number or a range like 32-256.")] = "32-256",
+    output_len: Annotated[str, typer.Option(help="Tokens to generate: a number or a range.")] = "32-128",
+    shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Throughput and latencies of one batch of random prompts, all arriving at once."""
+    from . import offline
+
+    inputs, outputs = offline.bounds(input_len, "--input-len"), offline.bounds(output_len, "--output-len")
+    show(offline.measure(load(engine), requests, inputs, outputs, shared_prefix), as_json)
+
+
+@bench.command("scheduler")
+def bench_scheduler(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Microseconds per scheduled request of the scheduler alone, by number running, number waiting and pool size."""
+    from . import scheduler
+
+    for row in scheduler.measure():
+        show(row, as_json)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    target: Annotated[
+        list[str] | None, typer.Option(help="Without a GPU: compile for sm_80, sm_90, sm_100 or gfx942 only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """The Triton kernels: times on a GPU; without one, what they compile to for four GPUs (a minute for each)."""
+    try:
+        from . import kernels
+    except ImportError:
+        raise UserError("Triton is not installed (it exists for Linux only).") from None
+    for row in kernels.measure(target or []):
+        show(row, as_json)
