@@ -1,4 +1,7 @@
-"""LLM: the offline interface. Prompts in, text out; around an EngineCore it does what needs a tokenizer.
+"""Frontend: all that needs a tokenizer, from prompts to requests and from tokens to text. LLM: the offline interface.
+
+The front end does not know where its engine core is: the `LLM` below has it in its own process and calls `step`, the
+server (serve/api.py) has it in another, and is sent what `step` returned.
 
 A program written for vLLM's `LLM` and `SamplingParams` changes an import. Underneath, `add_request`, `step` and
 `abort_requests` are there for whoever wants to see tokens as they come.
@@ -9,19 +12,30 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from nanopd.config import EngineConfig, SamplingParams, UserError
+from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs
-from nanopd.engine.core import EngineCore
 from nanopd.engine.detokenizer import Detokenizer
 from nanopd.models.tokenizer import load_tokenizer
 from nanopd.request import Request, RequestMetrics
+
+if TYPE_CHECKING:
+    from nanopd.engine.core import EngineCore
+    from nanopd.engine.process import EngineClient
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with {"cache_salt": text} if wanted."""
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Chat = Sequence[dict[str, str]]
+Transfer = KVTransferParams | None
 
 # Options of vLLM that mean nothing here: those with a value must have it, the others are ignored with a warning.
 _VLLM_ONLY: dict[str, Any] = {"tensor_parallel_size": 1, "trust_remote_code": False}
@@ -62,8 +76,9 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    metrics: RequestMetrics
+    metrics: RequestMetrics  # of the first completion
     finished: bool = False
+    kv_transfer_params: dict[str, Any] | None = None  # what a decode engine needs to fetch the prompt's blocks
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,11 +88,153 @@ class _Running:
     output: RequestOutput
     completion: CompletionOutput
     detokenizer: Detokenizer
-    stop_token_ids: frozenset[int]
 
 
-class LLM:
-    """An engine with its tokenizer.
+class EngineInfo(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """What a front end has to know about its engine core."""
+
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_port: int | None  # on which a decode engine asks this one for blocks
+
+    @classmethod
+    def of(cls, core: "EngineCore") -> "EngineInfo":
+        model, kv_port = core.model.config, getattr(core.connector, "port", None)
+        return cls(str(core.model_path), core.max_model_len, model.vocab_size, model.eos_token_ids, kv_port)
+
+
+class Frontend:
+    """Turns prompts into requests of an engine core, and what the core answers into text.
+
+    Args:
+        core: where the requests go.
+        info: about that core.
+        seed: requests without a seed draw theirs from this one.
+    """
+
+    def __init__(self, core: "EngineCore | EngineClient", info: EngineInfo, seed: int) -> None:
+        self._core, self._info, self._seed = core, info, seed
+        self.tokenizer = load_tokenizer(Path(info.model_path))
+        self.eos_token_ids = info.eos_token_ids or self.tokenizer.eos_token_ids
+        self._running: dict[str, _Running] = {}  # by id in the engine core: each of n completions has its own
+        self._live: set[str] = set()  # ids of the outputs that are not finished
+        self._ids = itertools.count()
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, kv_transfer_params: Transfer = None
+    ) -> RequestOutput:
+        """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served.
+
+        `kv_transfer_params` are about the prompt, which is transferred once: the first of n completions gets them.
+        """
+        if request_id is None:
+            request_id = next(i for i in map(str, self._ids) if i not in self._live)
+        child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
+        if request_id in self._live or not self._running.keys().isdisjoint(child_ids):
+            raise UserError(f"Request id {request_id!r} is already in use.")
+        text, token_ids, cache_salt = self._tokenize(prompt)
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        count, most = len(token_ids), self._info.max_model_len - 1
+        if not 0 < count <= most:
+            limits = f"it can't be empty, and have at most {most} tokens: max_model_len is {most + 1}, with the output"
+            raise UserError(f"The prompt has {count} tokens; {limits}.")
+        seed = params.seed
+        if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
+            digest = hashlib.blake2b(f"{self._seed}/{request_id}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+        output = RequestOutput(request_id, text, token_ids, [], RequestMetrics())
+        for i, child_id in enumerate(child_ids):
+            own = dataclasses.replace(params, n=1, seed=(seed + i) % 2**63)
+            transfer = kv_transfer_params if i == 0 else None
+            self._core.add_request(Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer))
+            output.outputs.append(CompletionOutput(i, logprobs=None if params.logprobs is None else []))
+            detokenizer = Detokenizer(self.tokenizer, token_ids, own)
+            self._running[child_id] = _Running(output, output.outputs[i], detokenizer)
+        self._live.add(request_id)
+        return output
+
+    def abort_requests(self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None) -> None:
+        """Ends requests; their outputs keep what they have, with this finish reason, and `why` as stop reason."""
+        wanted = set(request_ids)
+        ended = {i: running for i, running in self._running.items() if running.output.request_id in wanted}
+        self._core.abort_requests(ended)
+        for request_id, running in ended.items():
+            running.completion.finish_reason, running.completion.stop_reason = reason, why
+            self._finish(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._running)
+
+    def process_outputs(self, news: Iterable[EngineCoreOutput]) -> list[RequestOutput]:
+        """Takes in what a step of the engine core returned. Returns the outputs it added to.
+
+        News of a request that has ended here are ignored: they were under way when it did.
+        """
+        changed: dict[str, RequestOutput] = {}
+        stopped: list[str] = []  # by their text: the engine core cannot know
+        for item in news:
+            if (running := self._running.get(item.request_id)) is None:
+                continue
+            self._take_in(running, item)
+            changed[running.output.request_id] = running.output
+            if running.completion.finish_reason is not None:
+                self._finish(item.request_id)
+                if item.finish_reason is None:
+                    stopped.append(item.request_id)
+        self._core.abort_requests(stopped)
+        return list(changed.values())
+
+    def _take_in(self, running: _Running, news: EngineCoreOutput) -> None:
+        """Adds what is new to a completion; a stop string in its text ends it."""
+        completion, token_ids = running.completion, news.new_token_ids
+        completion.token_ids += token_ids
+        completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
+        if completion.index == 0:
+            running.output.metrics, running.output.kv_transfer_params = news.metrics, news.kv_transfer_params
+        visible = token_ids[:-1] if news.finish_reason == "stop" else token_ids  # a stop token is not part of the text
+        stop = running.detokenizer.append(visible, finished=news.finish_reason is not None)
+        completion.text = running.detokenizer.text
+        if news.logprobs is not None and completion.logprobs is not None:
+            completion.logprobs.append(self._describe(token_ids[-1], news.logprobs))
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + news.logprobs.logprob
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stop
+
+    def _finish(self, request_id: str) -> None:
+        output = self._running.pop(request_id).output
+        output.finished = all(completion.finish_reason is not None for completion in output.outputs)
+        if output.finished:
+            self._live.discard(output.request_id)
+
+    def _describe(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        ranked = {t: Logprob(p, rank, self.tokenizer.decode([t], False)) for rank, (t, p) in enumerate(logprobs.top, 1)}
+        sampled = Logprob(logprobs.logprob, logprobs.rank, self.tokenizer.decode([token_id], False))
+        return {token_id: sampled} | ranked
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text if given, token ids, cache salt if given)."""
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+        if salt is not None and not isinstance(salt, str):
+            raise UserError(f"cache_salt is {salt!r}; it must be a text.")
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise UserError('A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
+            token_ids = self.tokenizer.encode(text)
+        self._check_token_ids("prompt_token_ids", token_ids)
+        return text, list(token_ids), salt
+
+    def _check_token_ids(self, name: str, ids: Any) -> None:
+        size = self._info.vocab_size
+        if not isinstance(ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in ids):
+            raise UserError(f"{name} must be a list of token ids of this model's vocabulary, 0 to {size - 1}.")
+
+
+class LLM(Frontend):
+    """A front end with its engine core in the same process.
 
     Args:
         model: see `EngineConfig.model`.
@@ -85,29 +242,23 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
+        from nanopd.engine.core import EngineCore  # with torch; a front end alone does without
+
         for name in _VLLM_ONLY.keys() & options.keys():
-            if options.pop(name) not in (_VLLM_ONLY[name], None) and _VLLM_ONLY[name] is not None:
-                raise UserError(f"{name} can only be {_VLLM_ONLY[name]!r}: nanopd has nothing else.")
-            if _VLLM_ONLY[name] is None:
+            value, only = options.pop(name), _VLLM_ONLY[name]
+            if only is None:
                 logger.warning(f"{name} is ignored: nanopd has no such option")
+            elif value not in (only, None):
+                raise UserError(f"{name} can only be {only!r}: nanopd has nothing else.")
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         if unknown := sorted(options.keys() - known):
             raise UserError(f"Unknown engine option {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
         self.config = EngineConfig(model=model, **options)
         self.core = EngineCore(self.config)
-        self.tokenizer = load_tokenizer(self.core.model_path)
-        self.eos_token_ids = self.core.model.config.eos_token_ids or self.tokenizer.eos_token_ids
-        self._running: dict[str, _Running] = {}  # by id in the engine core: each of n completions has its own
-        self._live: set[str] = set()  # ids of the outputs that are not finished
-        self._ids = itertools.count()
-
-    # ---------------------------------------------------------------- all at once
+        super().__init__(self.core, EngineInfo.of(self.core), self.config.seed)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
@@ -130,118 +281,16 @@ class LLM:
         return outputs
 
     def chat(
-        self,
-        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        self, messages: Chat | Sequence[Chat], sampling_params: Params = None, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """The same for one conversation or a list of them: [{"role": "user", "content": …}, …]."""
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [{"prompt_token_ids": self.tokenizer.apply_chat_template(c)} for c in conversations]
         return self.generate(prompts, sampling_params)
 
-    # ---------------------------------------------------------------- step by step
-
-    def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
-        """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served."""
-        if request_id is None:
-            request_id = next(i for i in map(str, self._ids) if i not in self._live)
-        if request_id in self._live:
-            raise UserError(f"Request id {request_id!r} is already in use.")
-        text, token_ids, cache_salt = self._tokenize(prompt)
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        seed = params.seed
-        if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
-            digest = hashlib.blake2b(f"{self.config.seed}/{request_id}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little") >> 1
-        requests = []
-        for i in range(params.n):
-            own = dataclasses.replace(params, n=1, seed=(seed + i) % 2**63)
-            child_id = request_id if params.n == 1 else f"{request_id}#{i}"
-            if child_id in self._running:
-                raise UserError(f"Request id {request_id!r} is already in use.")
-            requests.append(Request(child_id, token_ids, own, self.eos_token_ids, cache_salt))
-        completions = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
-        output = RequestOutput(request_id, text, token_ids, completions, requests[0].metrics)
-        for request, completion in zip(requests, completions):
-            detokenizer = Detokenizer(self.tokenizer, token_ids, request.sampling_params)
-            self.core.add_request(request)
-            self._running[request.request_id] = _Running(output, completion, detokenizer, request.stop_token_ids)
-        self._live.add(request_id)
-        return output
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests; their outputs keep what they have, with finish reason "abort"."""
-        wanted = set(request_ids)
-        ended = [i for i, running in self._running.items() if running.output.request_id in wanted]
-        self.core.abort_requests(ended)
-        for request_id in ended:
-            running = self._running.pop(request_id)
-            running.completion.finish_reason = "abort"
-            running.output.finished = True
-            self._live.discard(running.output.request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._running)
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine. Returns the outputs it added to."""
+        return self.process_outputs(self.core.step())
 
     def stats(self) -> SchedulerStats:
         return self.core.scheduler.stats()
-
-    def step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns the outputs it added to."""
-        changed: dict[str, RequestOutput] = {}
-        stopped: list[str] = []
-        for news in self.core.step():
-            running = self._running[news.request_id]
-            if self._take_in(running, news):
-                stopped.append(news.request_id)
-            if running.completion.finish_reason is not None:
-                del self._running[news.request_id]
-                running.output.finished = all(c.finish_reason is not None for c in running.output.outputs)
-                if running.output.finished:
-                    self._live.remove(running.output.request_id)
-            changed[running.output.request_id] = running.output
-        self.core.abort_requests(stopped)  # text ended them: the engine core cannot know
-        return list(changed.values())
-
-    def _take_in(self, running: _Running, news: EngineCoreOutput) -> bool:
-        """Adds what is new to a completion. Returns whether a stop string ended it."""
-        completion = running.completion
-        completion.token_ids += news.new_token_ids
-        completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
-        visible = news.new_token_ids
-        if news.finish_reason == "stop" and visible[-1] in running.stop_token_ids:
-            visible = visible[:-1]  # a stop token ends the text; it is not part of it
-        stop = running.detokenizer.append(visible, finished=news.finish_reason is not None)
-        completion.text = running.detokenizer.text
-        if news.logprobs is not None and completion.logprobs is not None:
-            completion.logprobs.append(self._describe(news.new_token_ids[-1], news.logprobs))
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + news.logprobs.logprob
-        if stop is None:
-            return False
-        completion.finish_reason, completion.stop_reason = "stop", stop
-        return news.finish_reason is None
-
-    def _describe(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        ranked = {t: Logprob(p, rank, self.tokenizer.decode([t], False)) for rank, (t, p) in enumerate(logprobs.top, 1)}
-        sampled = Logprob(logprobs.logprob, logprobs.rank, self.tokenizer.decode([token_id], False))
-        return {token_id: sampled} | ranked
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """(text if given, token ids, cache salt if given)."""
-        if not isinstance(prompt, dict):
-            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
-        if salt is not None and not isinstance(salt, str):
-            raise UserError(f"cache_salt is {salt!r}; it must be a text.")
-        if token_ids is not None:
-            self._check_token_ids("prompt_token_ids", token_ids)
-            return text, list(token_ids), salt
-        if not isinstance(text, str):
-            raise UserError('A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
-        return text, self.tokenizer.encode(text), salt
-
-    def _check_token_ids(self, name: str, ids: Any) -> None:
-        size = self.core.model.config.vocab_size
-        if not isinstance(ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in ids):
-            raise UserError(f"{name} must be a list of token ids of this model's vocabulary, 0 to {size - 1}.")
