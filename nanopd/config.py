@@ -140,6 +140,31 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """Options of the router. Times are seconds."""
+
+    prefill: tuple[str, ...] = _opt((), "URL of a prefill node (may be given several times).")
+    decode: tuple[str, ...] = _opt((), "URL of a decode node (may be given several times); at least one.")
+    host: str = _opt("127.0.0.1", "Address to listen on; 0.0.0.0: all (then set --api-key).")
+    port: int = _opt(8000, "Port to listen on; 0: any.", 0, 65535)
+    policy: str = _opt(
+        "prefix_aware",
+        "How to choose a node: round_robin, least_loaded or prefix_aware.",
+        choices=("round_robin", "least_loaded", "prefix_aware"),
+    )
+    order: str = _opt("together", "Ask P and D together, or prefill_first.", choices=("together", "prefill_first"))
+    api_key: str | None = _opt(None, "Clients must send it as a bearer token; the nodes get it too.")
+    health_interval: float = _opt(1.0, "Between two looks at a node's /health.", 0.01, 1e6)
+    shutdown_timeout: float = _opt(10.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for url in (*self.prefill, *(self.decode or ("",))):
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"{url!r} is no URL; --decode needs at least one, written like http://127.0.0.1:8100.")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose the next token of one request, and when to stop. Names and defaults follow vLLM's SamplingParams.
 
