@@ -7,6 +7,7 @@ of them works for a transfer, so its writes are in order. States: SEND_TRANSITIO
 """
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import logging
@@ -103,9 +104,8 @@ class Producer:
         self._stats = stats
         self._sends: dict[str, Send] = {}  # by transfer id
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why nothing more comes of it
-        self._finished: queue.SimpleQueue[str] = (
-            queue.SimpleQueue()
-        )  # ids of requests whose blocks nobody reads any more
+        # Ids of requests whose blocks nobody reads any more.
+        self._finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._jobs: asyncio.PriorityQueue[tuple[int, int, str, Send]] = asyncio.PriorityQueue()
         self._numbers = itertools.count()
         self._made_room_at = 0.0
@@ -118,12 +118,11 @@ class Producer:
         try:
             self._socket.bind(f"tcp://{host}:{config.kv_port or '*'}")
         except zmq.ZMQError as error:
-            raise UserError(
-                f"The side channel cannot listen on {host}:{config.kv_port} ({error}); choose another --kv-port."
-            ) from error
+            raise UserError(f"The side channel cannot use {host}:{config.kv_port} ({error}); see --kv-port.") from error
         self.port = int(bytes(self._socket.get(zmq.LAST_ENDPOINT)).rsplit(b":", 1)[1])
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="kv-producer")
+        self._main_task = self._loop.create_task(self._main())
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._main_task,), daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------- the engine's thread
@@ -146,20 +145,16 @@ class Producer:
     def close(self) -> None:
         """Ends the threads. A write that is under way ends with its batch."""
         self._closing.set()
-        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+        self._loop.call_soon_threadsafe(self._main_task.cancel)
         self._pool.shutdown()
         self._thread.join(timeout=5)
 
     # ---------------------------------------------------------------- the loop's thread
 
-    def _run(self) -> None:
-        async def main() -> None:
+    async def _main(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(self._listen(), *(self._send_next() for _ in range(NUM_SENDERS)))
-
-        try:
-            self._loop.run_until_complete(main())
-        except asyncio.CancelledError:
-            self._socket.close(linger=200)
+        self._socket.close(linger=200)
 
     def _update(self, plan: SendPlan) -> None:
         send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
@@ -179,7 +174,7 @@ class Producer:
             send.num_sent = 0  # after a preemption: what was read from the old blocks may have been overwritten
             send.num_restarts += 1
         elif plan.stage is Stage.ABORTED:
-            self._fail(transfer_id, send, "the prefill was aborted")
+            send.failure = send.failure or "the prefill was aborted"
         elif plan.stage is Stage.COMPLETE and send.pull is None:
             send.to(SendState.HELD)
             send.held_since = time.monotonic()
@@ -189,12 +184,14 @@ class Producer:
     def _advance(self, transfer_id: str, send: Send) -> None:
         """Queues the transfer if there is something to write and nobody writes it yet; ends it if all is written."""
         plan, pull = send.plan, send.pull
-        if plan is None or pull is None or send.writing or transfer_id not in self._sends:
+        if send.writing or transfer_id not in self._sends:
             return
-        if (pull.num_tokens, pull.prompt_hash) != (plan.num_tokens, plan.prompt_hash):
-            send.failure = send.failure or "the prompt of this transfer is another one"
         if send.failure is not None:
             self._end(transfer_id, send, Failed(transfer_id, send.failure))
+        elif plan is None or pull is None:
+            return
+        elif (pull.num_tokens, pull.prompt_hash) != (plan.num_tokens, plan.prompt_hash):
+            self._fail(transfer_id, send, "the prompt of this transfer is another one")
         elif max(send.num_sent, pull.first_block) < len(plan.block_ids):
             if send.state is not SendState.SENDING:
                 send.to(SendState.SENDING)
@@ -246,8 +243,7 @@ class Producer:
     def _fail(self, transfer_id: str, send: Send, reason: str) -> None:
         """Ends a transfer, at once or as soon as the write under way has ended."""
         send.failure = send.failure or reason
-        if not send.writing:
-            self._end(transfer_id, send, Failed(transfer_id, send.failure))
+        self._advance(transfer_id, send)
 
     def _end(self, transfer_id: str, send: Send, answer: Done | Failed) -> None:
         send.to(SendState.DONE if isinstance(answer, Done) else SendState.FAILED)
