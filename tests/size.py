@@ -1,6 +1,7 @@
 """Counts the lines of code in nanopd/: no blank lines, comments or docstrings. `make size` prints it, a test holds it.
 
-The package has to stay small enough to be read whole: at most 3,200 lines, no file above 450.
+The package has to stay small enough to be read. It has two parts with a budget each: the engine, which is what the
+lessons take apart, and what stands around it: the HTTP side and the command line. No file is above 450.
 """
 
 import ast
@@ -10,7 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "nanopd"
-LIMIT, FILE_LIMIT = 3200, 450
+ENGINE_LIMIT, AROUND_LIMIT, FILE_LIMIT = 3200, 1000, 450
+AROUND = ("__init__", "__main__", "cli", "batch", "serve", "trace")
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -29,9 +31,18 @@ def count() -> dict[str, int]:
     return {str(p.relative_to(PACKAGE)): lines_of_code(p.read_text()) for p in sorted(PACKAGE.rglob("*.py"))}
 
 
+def parts(counts: dict[str, int]) -> tuple[int, int]:
+    """(the engine, what stands around it)."""
+    around = sum(n for path, n in counts.items() if Path(path).parts[0].removesuffix(".py") in AROUND)
+    return sum(counts.values()) - around, around
+
+
 if __name__ == "__main__":
     counts = count()
     for path, lines in counts.items():
         print(f"{lines:5}  {path}")
-    print(f"{sum(counts.values()):5}  nanopd/ in all, of {LIMIT}")
-    sys.exit(sum(counts.values()) > LIMIT or max(counts.values()) > FILE_LIMIT)
+    engine, around = parts(counts)
+    print(f"{engine:5}  the engine, of {ENGINE_LIMIT}")
+    print(f"{around:5}  around it ({', '.join(AROUND[2:])}), of {AROUND_LIMIT}")
+    print(f"{engine + around:5}  nanopd/ in all")
+    sys.exit(engine > ENGINE_LIMIT or around > AROUND_LIMIT or max(counts.values()) > FILE_LIMIT)

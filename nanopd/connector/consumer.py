@@ -71,11 +71,14 @@ class Consumer:
         self._output = KVConnectorOutput()
 
     def start(self, request_id: str, address: Address, pull: Pull) -> None:
-        """Asks for blocks. A transfer that has been begun already is left alone."""
+        """Asks for blocks. A transfer that has been begun already is left alone (see `step_failed`)."""
         peer = self._peer(address)
-        if pull.transfer_id not in peer.recvs:
+        known = peer.recvs.get(pull.transfer_id)
+        if known is None:
             peer.recvs[pull.transfer_id] = Recv(request_id, address, time.monotonic() + self._load_timeout)
             self._send(peer, pull)
+        elif known.request_id != request_id:  # two requests with one transfer id: the first gets the blocks
+            self._output.failed_recving.add(request_id)
 
     def cancel(self, address: Address, transfer_id: str, asked: bool) -> None:
         """The request has ended, or needs nothing from P. Unless all has come already, P is told (rule P5)."""

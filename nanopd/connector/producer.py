@@ -161,8 +161,9 @@ class Producer:
         if send is None and plan.stage is Stage.STARTED and self._ended.get(transfer_id) != CANCELLED:
             send = self._sends[transfer_id] = Send(SendState.COMPUTING)
             self._ended.pop(transfer_id, None)
-        if send is None:  # D does not want it any more, or nobody has asked for what was aborted
-            if plan.stage is Stage.ABORTED:
+        if send is None or (send.plan and send.plan.request_id != plan.request_id):
+            # D does not want it any more, or another request has taken this transfer id: nobody will read these blocks.
+            if send is None and plan.stage is Stage.ABORTED:
                 self._remember(transfer_id, "the prefill was aborted")
             if plan.stage in (Stage.COMPLETE, Stage.ABORTED):
                 self._finished.put(plan.request_id)
@@ -175,7 +176,7 @@ class Producer:
             send.num_restarts += 1
         elif plan.stage is Stage.ABORTED:
             send.failure = send.failure or "the prefill was aborted"
-        elif plan.stage is Stage.COMPLETE and send.pull is None:
+        elif plan.stage is Stage.COMPLETE and send.pull is None and send.state is SendState.COMPUTING:
             send.to(SendState.HELD)
             send.held_since = time.monotonic()
             self._expire_later(transfer_id, send)

@@ -114,7 +114,7 @@ class EngineCore:
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         if not scheduler_output.total_num_scheduled_tokens:
-            time.sleep(0.0005)  # only transfers in flight: leave the processor to them
+            time.sleep(0.001)  # only transfers in flight: leave the processor to them
         return news
 
     def stats(self) -> tuple[SchedulerStats, TransferStats | None]:

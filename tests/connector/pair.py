@@ -31,8 +31,9 @@ class Node:
         self.tokens[request_id] = []
         return request
 
-    def prefill(self, request_id: str, prompt: Sequence[int], **options: Any) -> Request:
-        return self.add(request_id, prompt, KVTransferParams(do_remote_decode=True, transfer_id=request_id), 1)
+    def prefill(self, request_id: str, prompt: Sequence[int], transfer_id: str = "") -> Request:
+        params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id or request_id)
+        return self.add(request_id, prompt, params, 1)
 
     def decode(
         self, request_id: str, prompt: Sequence[int], of: "Node | int", transfer_id: str = "", **options: Any

@@ -282,3 +282,16 @@ def test_an_id_used_twice(tiny_model: Path):
         run(p, d)
         assert d.tokens["r"] == alone(tiny_model, [("r", prompt)])["r"]
     check_empty(p, d)
+
+
+def test_a_transfer_id_used_twice_at_once(tiny_model: Path):
+    """The first request of each side has it; the others are computed, and nobody's blocks are kept."""
+    prompts = [list(range(60)), list(range(100, 170))]
+    p, d = Node(tiny_model, "prefill"), Node(tiny_model, "decode")
+    for i, prompt in enumerate(prompts):
+        p.prefill(f"p{i}", prompt, transfer_id="same")
+        d.decode(f"d{i}", prompt, p, transfer_id="same")
+    run(p, d)
+    for i, prompt in enumerate(prompts):
+        assert d.tokens[f"d{i}"] == alone(tiny_model, [("r", prompt)])["r"]
+    check_empty(p, d)
