@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 EXTRA  := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check format size bench clean
+.PHONY: help setup demo pd-demo test test-slow test-gpu check format size bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup ## Answer a question with a real model: our scheduler, KV cache and runner
 	$(BIN)/nanopd --verbose generate --chat "What is the capital of France? Answer in one sentence."
 
+pd-demo: setup ## Watch a prefill and a decode node at work, and compare with a single node
+	$(BIN)/nanopd pd-demo
+
 test: setup ## Run the tests (minutes)
 	$(BIN)/python -m pytest
 
@@ -35,7 +38,7 @@ test-gpu: setup ## Run the tests that need a CUDA device
 check: setup ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy nanopd tests/bench
+	$(BIN)/mypy nanopd tests/bench lessons
 
 format: setup ## Format the code
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -83,6 +83,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool = False
     stream_options: dict[str, bool] = {}
+    return_token_ids: bool = False  # vLLM's: the ids of prompt and answer, beside the text
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] = {}
 
@@ -106,7 +107,10 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
             raise ApiError(400, "logprobs must be true or false, and true with top_logprobs.", param="logprobs")
         given |= {"logprobs": top} if wanted else {}
     sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
-    return msgspec.convert(given, Body), sampling
+    body = msgspec.convert(given, Body)
+    if body.kv_transfer_params.get("do_remote_decode"):
+        sampling.pop("min_tokens", None)  # Mooncake's proxy leaves it in when it asks a prefill node for one token
+    return body, sampling
 
 
 # ---------------------------------------------------------------- what is answered
@@ -115,7 +119,8 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
 class Answer:
     """All that goes to one client: the outputs of its prompts while they grow, and how much of them it has."""
 
-    def __init__(self, id: str, model: str, chat: bool, stream: bool, num_top: int | None) -> None:
+    def __init__(self, id: str, model: str, chat: bool, body: Body, num_top: int | None) -> None:
+        stream, self.return_token_ids = body.stream, body.return_token_ids
         kind = "text_completion" if not chat else "chat.completion.chunk" if stream else "chat.completion"
         self.frame = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         self.chat, self.text_key, self.num_top = chat, "delta" if stream else "message", num_top or 0
@@ -144,11 +149,13 @@ class Answer:
             choice["logprobs"] = None if c.logprobs is None else self._logprobs(c, since)
             message = {"content": c.text[num_chars:]} | ({} if since else {"role": "assistant"})
             choice |= {self.text_key: message} if self.chat else {"text": c.text[num_chars:]}
+            choice |= {"token_ids": c.token_ids[since:]} if self.return_token_ids else {}
             news["choices"].append(choice)
         self.sent = {i: sent for i, sent in self.sent.items() if self.completions[i].finish_reason is None}
         if news["choices"] and not self.sent:
             first = self.outputs[0]
             news["metrics"] = first.metrics.as_dict(len(first.outputs[0].token_ids))
+            news |= {"prompt_token_ids": first.prompt_token_ids} if self.return_token_ids else {}
             news |= {"kv_transfer_params": first.kv_transfer_params} if first.kv_transfer_params else {}
         return news
 
@@ -314,7 +321,7 @@ class Server:
             status = 429 if count <= most else 400
             raise ApiError(status, f"{count} completions on top of {self.num_unfinished}: the limit is {most}.", "busy")
         id = f"{'chatcmpl' if chat else 'cmpl'}-{http['id']}"
-        answer = Answer(id, self.model, chat, body.stream, params.logprobs)
+        answer = Answer(id, self.model, chat, body, params.logprobs)
         self.num_unfinished += count
         try:
             tokenized = await asyncio.to_thread(self._encode, prompts, body)

@@ -513,3 +513,19 @@ def test_a_wait_for_a_body_ends(server: Server, tiny_model: Path):
     assert b"200 OK" in connection.recv(1000)
     connection.close()
     assert urllib.request.urlopen(server.base_url + "/health", timeout=5).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_on_request(server: Server, stream: bool):
+    """vLLM's return_token_ids: for clients that want to compare more than text."""
+    wish: dict[str, Any] = {"prompt": [104, 101, 108], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    if stream:
+        chunks = list(server.stream("/v1/completions", **wish, return_token_ids=True))
+        answer = chunks[-1] | {"token_ids": [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]]}
+    else:
+        answer = server.post("/v1/completions", **wish, return_token_ids=True)
+        answer |= {"token_ids": answer["choices"][0]["token_ids"]}
+    assert answer["prompt_token_ids"] == [104, 101, 108]
+    assert len(answer["token_ids"]) == 6
+    plain = server.post("/v1/completions", **wish)
+    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in plain
