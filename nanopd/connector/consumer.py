@@ -10,8 +10,10 @@ connection does, so a P that dies, or is not there, is seen at once and fails on
                                                                              stay out of use until P cannot write (P4)
 """
 
+import contextlib
 import logging
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,18 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nanopd.connector.protocol import MAX_FRAME, RECV_TRANSITIONS, VERSION, Cancel, Done, Failed, Pull, RecvState
+from nanopd.connector.protocol import (
+    BAD_MESSAGE,
+    MAX_FRAME,
+    RECV_TRANSITIONS,
+    VERSION,
+    Cancel,
+    Done,
+    Failed,
+    Pull,
+    RecvState,
+    tcp_address,
+)
 from nanopd.core.output import KVConnectorOutput, TransferStats
 
 logger = logging.getLogger(__name__)
@@ -27,7 +40,6 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 # After P's end of the connection is gone, bytes that its machine had sent may still be on their way into our memory.
 GRACE = 1.0
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # it has died, or nobody answers at that address
 
 
 @dataclass
@@ -64,6 +76,7 @@ class Consumer:
 
     def __init__(self, load_timeout: float, stats: TransferStats) -> None:
         self._load_timeout, self._stats = load_timeout, stats
+        self._name = uuid.uuid4().hex.encode()  # by which P knows us again after a lost connection
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, Peer] = {}
         self._lost: list[Recv] = []  # their P is gone; they wait until GRACE is over
@@ -72,22 +85,27 @@ class Consumer:
 
     def start(self, request_id: str, address: Address, pull: Pull) -> None:
         """Asks for blocks. A transfer that has been begun already is left alone (see `step_failed`)."""
-        peer = self._peer(address)
-        known = peer.recvs.get(pull.transfer_id)
-        if known is None:
-            peer.recvs[pull.transfer_id] = Recv(request_id, address, time.monotonic() + self._load_timeout)
+        recv = Recv(request_id, address, time.monotonic() + self._load_timeout)
+        try:
+            peer = self._peer(address)
+        except zmq.ZMQError as error:
+            self._fail(recv, f"{error}; this is no address")
+            return
+        known = peer.recvs.setdefault(pull.transfer_id, recv)
+        if known is recv:
             self._send(peer, pull)
-        elif known.request_id != request_id:  # two requests with one transfer id: the first gets the blocks
-            self._output.failed_recving.add(request_id)
+        elif known.request_id != request_id:
+            self._fail(recv, "another request has this transfer id")
 
-    def cancel(self, address: Address, transfer_id: str, asked: bool) -> None:
+    def cancel(self, request_id: str, address: Address, transfer_id: str, asked: bool) -> None:
         """The request has ended, or needs nothing from P. Unless all has come already, P is told (rule P5)."""
         recv = self._peers[address].recvs.get(transfer_id) if address in self._peers else None
-        if recv is not None and recv.state is RecvState.ASKED:
+        if recv is not None and recv.request_id == request_id and recv.state is RecvState.ASKED:
             recv.to(RecvState.RECLAIMING)
-        elif asked:
-            return
-        self._send(self._peer(address), Cancel(VERSION, transfer_id))
+            self._send(self._peers[address], Cancel(VERSION, transfer_id))
+        elif not asked:
+            with contextlib.suppress(zmq.ZMQError):
+                self._send(self._peer(address), Cancel(VERSION, transfer_id))
 
     def poll(self) -> KVConnectorOutput:
         """What has come since the last call."""
@@ -98,8 +116,7 @@ class Consumer:
             for transfer_id, recv in peer.recvs.items():
                 if recv.state is RecvState.ASKED and now > recv.deadline:
                     self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
-            if peer.monitor.poll(0) and recv_monitor_message(peer.monitor)["event"] & _LOST:
-                self._drop(address, peer, now)
+            self._watch(address, peer)
         for recv in [r for r in self._lost if now > (r.gone_at or 0) + GRACE]:
             self._lost.remove(recv)
             self._fail(recv, "the prefill node is gone")
@@ -110,14 +127,17 @@ class Consumer:
         self._context.destroy(linger=0)
 
     def _peer(self, address: Address) -> Peer:
+        """The connection to P, made if there is none. Raises zmq.ZMQError for what is no address."""
+        if address in self._peers:
+            self._watch(address, self._peers[address])  # what has happened to it since is not about the next load
         if address not in self._peers:
             socket = self._context.socket(zmq.DEALER)
+            socket.set(zmq.ROUTING_ID, self._name)
             socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
             socket.set(zmq.TCP_KEEPALIVE, 1)
-            monitor = socket.get_monitor_socket(_LOST)
-            host, port = address
-            socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-            self._peers[address] = Peer(socket, monitor)
+            socket.set(zmq.IPV6, ":" in address[0])
+            socket.connect(tcp_address(*address))
+            self._peers[address] = Peer(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED))
         return self._peers[address]
 
     def _send(self, peer: Peer, message: Pull | Cancel) -> None:
@@ -133,7 +153,7 @@ class Consumer:
                 return self._decoder.decode(peer.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return None
-            except msgspec.MsgspecError as error:
+            except BAD_MESSAGE as error:
                 logger.warning(f"message from a prefill node ignored: {error}")
 
     def _on_message(self, peer: Peer, message: Done | Failed) -> None:
@@ -168,12 +188,24 @@ class Consumer:
         self._stats.receive_failures += 1
         logger.warning(f"{recv.request_id}: its KV blocks do not come from {recv.peer}: {reason}")
 
-    def _drop(self, address: Address, peer: Peer, now: float) -> None:
-        """P is gone. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""
+    def _watch(self, address: Address, peer: Peer) -> None:
+        """Has the connection been lost, or could none be made?"""
+        while peer.monitor.poll(0):
+            if recv_monitor_message(peer.monitor)["event"] == zmq.EVENT_CLOSED:
+                self._drop(address, peer)
+                return
+            # Lost: P may have died, or may live and write on. ZMQ connects again: then P, or the one that has come in
+            # its place, answers our Cancel; or it finds nobody there.
+            for transfer_id, recv in peer.recvs.items():
+                if recv.state is RecvState.ASKED:
+                    self._give_up(peer, transfer_id, recv, "the connection is lost")
+
+    def _drop(self, address: Address, peer: Peer) -> None:
+        """Nobody is there. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""
         for transfer_id, recv in peer.recvs.items():
             if recv.state is RecvState.ASKED:
-                self._give_up(peer, transfer_id, recv, "the prefill node is gone")
-            recv.gone_at = now
+                self._give_up(peer, transfer_id, recv, "nobody is there")
+            recv.gone_at = time.monotonic()
             self._lost.append(recv)
         peer.socket.disable_monitor()
         peer.socket.close(linger=0)

@@ -32,9 +32,11 @@ class MooncakeMetadata:
     """The plan of one step, for the worker half."""
 
     reqs_to_recv: list[tuple[str, Address, Pull]] = field(default_factory=list)  # D asks P
-    reqs_to_cancel: list[tuple[Address, str, bool]] = field(default_factory=list)  # D: transfer id, has it been asked?
+    # D does not want it (any more): request id, P, transfer id, and whether it has been asked.
+    reqs_to_cancel: list[tuple[str, Address, str, bool]] = field(default_factory=list)
     reqs_to_send: list[SendPlan] = field(default_factory=list)  # P: true already
     make_room: list[bool] = field(default_factory=list)  # P is stuck for want of blocks
+    again: list[bool] = field(default_factory=list)  # the last step failed: what was reported in it may have been lost
     chunks: list[SendPlan] = field(default_factory=list)  # P: true when this step is computed (kv_push per_chunk)
 
 
@@ -84,7 +86,7 @@ class MooncakeScheduler(KVConnectorScheduler):
             )
             self._next.reqs_to_recv.append((request.request_id, _address(params), pull))
         elif request.request_id not in self._asked:  # all was here: P need not wait for us (rule P5)
-            self._next.reqs_to_cancel.append((_address(params), params.transfer_id, False))
+            self._next.reqs_to_cancel.append((request.request_id, _address(params), params.transfer_id, False))
         self._asked.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MooncakeMetadata:
@@ -113,7 +115,7 @@ class MooncakeScheduler(KVConnectorScheduler):
         asked = request.request_id in self._asked
         self._asked.discard(request.request_id)
         if params.do_remote_prefill:
-            self._next.reqs_to_cancel.append((_address(params), params.transfer_id, asked))
+            self._next.reqs_to_cancel.append((request.request_id, _address(params), params.transfer_id, asked))
             return False, None
         plan = self._sending.pop(request.request_id, SendPlan(params.transfer_id, request.request_id, 0, b""))
         if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
@@ -133,7 +135,7 @@ class MooncakeScheduler(KVConnectorScheduler):
         return self._next != MooncakeMetadata()
 
     def step_failed(self, metadata: MooncakeMetadata) -> None:
-        metadata.chunks = []  # these were not computed
+        metadata.chunks, metadata.again = [], [True]  # the chunks were not computed
         both = (getattr(metadata, f.name) + getattr(self._next, f.name) for f in fields(metadata))
         self._next = MooncakeMetadata(*both)
 
@@ -157,9 +159,12 @@ class MooncakeWorker(KVConnectorWorker):
         self.transport, self.producer, self.consumer, self._stats = transport, producer, consumer, stats
         self.port = producer.port if producer else None
         self._chunks: list[SendPlan] = []
+        self._reported = KVConnectorOutput()
 
     def start_load_kv(self, metadata: MooncakeMetadata) -> None:
         self._chunks = metadata.chunks
+        if not metadata.again:
+            self._reported = KVConnectorOutput()
         if self.consumer:
             for to_recv in metadata.reqs_to_recv:
                 self.consumer.start(*to_recv)
@@ -172,14 +177,15 @@ class MooncakeWorker(KVConnectorWorker):
                 self.producer.make_room()
 
     def get_finished(self) -> KVConnectorOutput:
-        output = self.consumer.poll() if self.consumer else KVConnectorOutput()
+        if self.consumer:
+            self._reported.add(self.consumer.poll())
         if self.producer:
             if self._chunks and torch.cuda.is_available():
                 torch.cuda.synchronize()  # the transport does not know of CUDA streams
             for plan in self._chunks:
                 self.producer.update(plan)
-            output.finished_sending = self.producer.take_finished()
-        return output
+            self._reported.finished_sending |= self.producer.take_finished()
+        return self._reported
 
     def stats(self) -> TransferStats:
         return self._stats

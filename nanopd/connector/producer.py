@@ -7,7 +7,6 @@ of them works for a transfer, so its writes are in order. States: SEND_TRANSITIO
 """
 
 import asyncio
-import contextlib
 import enum
 import itertools
 import logging
@@ -113,12 +112,12 @@ class Producer:
         self._closing = threading.Event()
         self._socket = zmq.asyncio.Context().socket(zmq.ROUTER)
         self._socket.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a D whose connection was lost comes back under its name
         self._socket.set(zmq.IPV6, ":" in config.kv_host)
-        host = f"[{config.kv_host}]" if ":" in config.kv_host else config.kv_host
         try:
-            self._socket.bind(f"tcp://{host}:{config.kv_port or '*'}")
+            self._socket.bind(where := protocol.tcp_address(config.kv_host, config.kv_port or "*"))
         except zmq.ZMQError as error:
-            raise UserError(f"The side channel cannot use {host}:{config.kv_port} ({error}); see --kv-port.") from error
+            raise UserError(f"The side channel cannot use {where} ({error}); see --kv-host, --kv-port.") from error
         self.port = int(bytes(self._socket.get(zmq.LAST_ENDPOINT)).rsplit(b":", 1)[1])
         self._loop = asyncio.new_event_loop()
         self._main_task = self._loop.create_task(self._main())
@@ -152,9 +151,12 @@ class Producer:
     # ---------------------------------------------------------------- the loop's thread
 
     async def _main(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.gather(self._listen(), *(self._send_next() for _ in range(NUM_SENDERS)))
-        self._socket.close(linger=200)
+        except asyncio.CancelledError:
+            pass  # `close`
+        finally:
+            self._socket.close(linger=200)
 
     def _update(self, plan: SendPlan) -> None:
         send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
@@ -167,6 +169,8 @@ class Producer:
                 self._remember(transfer_id, "the prefill was aborted")
             if plan.stage in (Stage.COMPLETE, Stage.ABORTED):
                 self._finished.put(plan.request_id)
+                if self._ended.get(transfer_id) == CANCELLED:
+                    del self._ended[transfer_id]  # this was the request it was about
             return
         send.plan = plan
         if plan.stage is Stage.STARTED:
@@ -289,7 +293,7 @@ class Producer:
             peer, *frames = await self._socket.recv_multipart()
             try:
                 self._on_message(peer, decoder.decode(frames[-1]))
-            except msgspec.MsgspecError as error:
+            except protocol.BAD_MESSAGE as error:
                 logger.warning(f"message on the side channel refused: {error}")
                 reason = f"this node speaks version {VERSION} of the protocol, and did not understand: {error}"
                 self._reply(peer, Failed(protocol.transfer_of(frames[-1]), reason))
@@ -321,8 +325,10 @@ class Producer:
         if different := [name for name in mine if name != "num_blocks" and mine[name] != theirs[name]]:
             return "; ".join(f"{name} is {mine[name]} here and {theirs[name]} there" for name in different)
         count = -(-pull.num_tokens // self._layout.block_size) - pull.first_block
-        if pull.first_block < 0 or len(pull.block_ids) != count or count < 1:
+        if len(pull.block_ids) != count or count < 1:
             return f"{pull.num_tokens} tokens from block {pull.first_block} on do not fill {len(pull.block_ids)} blocks"
-        if not all(0 <= block_id < pull.layout.num_blocks for block_id in pull.block_ids):
+        if max(pull.block_ids) >= pull.layout.num_blocks:
             return f"a block id is not below {pull.layout.num_blocks}"
+        if pull.base_address + pull.layout.num_runs * pull.layout.num_blocks * pull.layout.run_bytes >= 2**63:
+            return "no memory is that large"
         return self._ended.get(pull.transfer_id)

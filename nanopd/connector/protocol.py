@@ -13,7 +13,7 @@ what D's cache looks like, so a P with another model or layout refuses before a 
 """
 
 import enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,6 +22,13 @@ from nanopd.config import UserError
 VERSION = 1
 MAX_FRAME = 2**20  # bytes of one message: the ids of 100,000 blocks
 CANCELLED = "cancelled"  # the reason of the Failed that answers a Cancel
+BAD_MESSAGE = (msgspec.MsgspecError, RecursionError)  # what decoding somebody's bytes can raise
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """As ZMQ wants it."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class SendState(enum.Enum):
@@ -93,10 +100,10 @@ class Layout(msgspec.Struct, frozen=True):
     model: str  # a fingerprint of config and weights
     dtype: str
     kv_layout: str
-    block_size: int
-    num_runs: int
-    run_bytes: int
-    num_blocks: int
+    block_size: Count
+    num_runs: Count
+    run_bytes: Count
+    num_blocks: Count
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -105,12 +112,12 @@ class Pull(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     version: int
     transfer_id: str
     session: str  # D's transfer engine, host:port
-    base_address: int  # of D's KV memory
+    base_address: Count  # of D's KV memory
     layout: Layout
-    num_tokens: int
+    num_tokens: Count
     prompt_hash: bytes  # of all prompt tokens and the salt: P compares, so an id mixed up can't give wrong tokens
-    first_block: int  # D has those before it
-    block_ids: list[int]
+    first_block: Count  # D has those before it
+    block_ids: list[Count]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -145,5 +152,5 @@ def transfer_of(frame: bytes) -> str:
     """The transfer that a message is about which cannot be understood otherwise; "" if that cannot be told either."""
     try:
         return msgspec.msgpack.decode(frame, type=_Envelope).transfer_id
-    except msgspec.MsgspecError:
+    except BAD_MESSAGE:
         return ""

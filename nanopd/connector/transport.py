@@ -45,7 +45,7 @@ def pieces_of(
         there  | 1 | 2 | 3 | 4 | . |           9 -> 4       a second one: 9 is no neighbour of 6
     """
     groups: list[tuple[int, int, int]] = []  # first block here, first block there, how many
-    for here, there in zip(ids, to_ids):
+    for here, there in sorted(zip(ids, to_ids)):
         if groups and (here, there) == (groups[-1][0] + groups[-1][2], groups[-1][1] + groups[-1][2]):
             groups[-1] = (*groups[-1][:2], groups[-1][2] + 1)
         else:

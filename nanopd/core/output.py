@@ -3,7 +3,7 @@
 Everything here is plain data: lists, dicts and numbers, no tensors. In vLLM these cross process borders.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanopd.config import SamplingParams
@@ -67,6 +67,10 @@ class KVConnectorOutput:
     failed_recving: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)
     transfers: dict[str, dict[str, float]] = field(default_factory=dict)  # of those that came: bytes, seconds, …
+
+    def add(self, other: "KVConnectorOutput") -> None:
+        for f in fields(self):
+            getattr(self, f.name).update(getattr(other, f.name))
 
 
 @dataclass(slots=True)
