@@ -54,6 +54,11 @@ def _check(config: Any) -> None:
             raise UserError(f"{f.name} is {value!r}; it must be {allowed}.")
 
 
+def _check_key(api_key: str | None) -> None:
+    if api_key == "":
+        raise UserError("--api-key is empty; leave it away to let everybody in.")
+
+
 def parse_bytes(text: str) -> int:
     """'512MiB', '4GB', '1.5g' or '1000000' as a number of bytes. Raises UserError."""
     number = text.strip().lower().removesuffix("ib").removesuffix("b")
@@ -137,6 +142,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        _check_key(self.api_key)
 
 
 @dataclass(frozen=True)
@@ -159,9 +165,12 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        _check_key(self.api_key)
         for url in (*self.prefill, *(self.decode or ("",))):
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"{url!r} is no URL; --decode needs at least one, written like http://127.0.0.1:8100.")
+                raise UserError(
+                    f"{url!r} is no URL like http://127.0.0.1:8100; and there must be at least one --decode."
+                )
 
 
 @dataclass(frozen=True)

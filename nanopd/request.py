@@ -58,7 +58,9 @@ class RequestMetrics:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache or a connector saved, at the first scheduling
     num_preemptions: int = 0
     history: list[tuple[float, str]] = field(default_factory=list)  # when it came into which status
-    transfer: dict[str, float] | None = None  # what it took to bring its KV blocks here, see connector/protocol.py
+    transfer: dict[str, int | float] | None = (
+        None  # what it took to bring its KV blocks here, see connector/protocol.py
+    )
 
     def as_dict(self, num_output_tokens: int) -> dict[str, Any]:
         """What users read: seconds of queueing, to the first token, between tokens; the counts; when it came

@@ -64,6 +64,7 @@ class Peer:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     recvs: dict[str, Recv] = field(default_factory=dict)
+    connected: bool = False  # it has been, once: else nothing that we have said can have reached anybody
 
 
 class Consumer:
@@ -117,6 +118,9 @@ class Consumer:
                 if recv.state is RecvState.ASKED and now > recv.deadline:
                     self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
             self._watch(address, peer)
+            overdue = any(now > recv.deadline for recv in peer.recvs.values())
+            if overdue and not peer.connected and self._peers.get(address) is peer:
+                self._drop(address, peer)  # a name that cannot be found, for one
         for recv in [r for r in self._lost if now > (r.gone_at or 0) + GRACE]:
             self._lost.remove(recv)
             self._fail(recv, "the prefill node is gone")
@@ -131,14 +135,23 @@ class Consumer:
         if address in self._peers:
             self._watch(address, self._peers[address])  # what has happened to it since is not about the next load
         if address not in self._peers:
-            socket = self._context.socket(zmq.DEALER)
-            socket.set(zmq.ROUTING_ID, self._name)
-            socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-            socket.set(zmq.TCP_KEEPALIVE, 1)
-            socket.set(zmq.IPV6, ":" in address[0])
-            socket.connect(tcp_address(*address))
-            self._peers[address] = Peer(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED))
+            self._peers[address] = self._connect(address)
         return self._peers[address]
+
+    def _connect(self, address: Address) -> Peer:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, self._name)
+        socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.IPV6, ":" in address[0])
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        peer = Peer(socket, socket.get_monitor_socket(events))  # before it connects: it must not miss that
+        try:
+            socket.connect(tcp_address(*address))
+        except zmq.ZMQError:
+            _close(peer)
+            raise
+        return peer
 
     def _send(self, peer: Peer, message: Pull | Cancel) -> None:
         """Never waits: a P whose queue is full answers nothing either, and that is what the timeouts are for."""
@@ -191,14 +204,24 @@ class Consumer:
     def _watch(self, address: Address, peer: Peer) -> None:
         """Has the connection been lost, or could none be made?"""
         while peer.monitor.poll(0):
-            if recv_monitor_message(peer.monitor)["event"] == zmq.EVENT_CLOSED:
+            event = recv_monitor_message(peer.monitor)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                peer.connected = True
+                continue
+            if event == zmq.EVENT_CLOSED:
                 self._drop(address, peer)
                 return
-            # Lost: P may have died, or may live and write on. ZMQ connects again: then P, or the one that has come in
-            # its place, answers our Cancel; or it finds nobody there.
+            # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its place,
+            # answers our Cancel; or nobody is there.
+            again = self._peers[address] = self._connect(address)
+            again.recvs, again.connected = peer.recvs, True
             for transfer_id, recv in peer.recvs.items():
                 if recv.state is RecvState.ASKED:
-                    self._give_up(peer, transfer_id, recv, "the connection is lost")
+                    self._give_up(again, transfer_id, recv, "the connection is lost")
+                else:
+                    self._send(again, Cancel(VERSION, transfer_id))
+            _close(peer)
+            return
 
     def _drop(self, address: Address, peer: Peer) -> None:
         """Nobody is there. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""
@@ -207,7 +230,11 @@ class Consumer:
                 self._give_up(peer, transfer_id, recv, "nobody is there")
             recv.gone_at = time.monotonic()
             self._lost.append(recv)
-        peer.socket.disable_monitor()
-        peer.socket.close(linger=0)
-        peer.monitor.close(linger=0)
+        _close(peer)
         del self._peers[address]
+
+
+def _close(peer: Peer) -> None:
+    peer.socket.disable_monitor()
+    peer.socket.close(linger=0)
+    peer.monitor.close(linger=0)

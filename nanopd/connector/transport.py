@@ -108,10 +108,12 @@ def _batches(pieces: Iterable[Piece], most: int, most_bytes: int) -> Iterator[li
         for start in range(0, p.num_bytes, most_bytes)
     )
     batch: list[Piece] = []
+    num_bytes = 0
     for piece in cut:
-        if len(batch) == most or sum(p.num_bytes for p in batch) + piece.num_bytes > most_bytes:
+        if len(batch) == most or num_bytes + piece.num_bytes > most_bytes:
             yield batch
-            batch = []
+            batch, num_bytes = [], 0
         batch.append(piece)
+        num_bytes += piece.num_bytes
     if batch:
         yield batch

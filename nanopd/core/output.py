@@ -66,7 +66,7 @@ class KVConnectorOutput:
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)
-    transfers: dict[str, dict[str, float]] = field(default_factory=dict)  # of those that came: bytes, seconds, …
+    transfers: dict[str, dict[str, int | float]] = field(default_factory=dict)  # of those that came: bytes, seconds, …
 
     def add(self, other: "KVConnectorOutput") -> None:
         for f in fields(self):

@@ -269,6 +269,7 @@ class Scheduler:
     def _forget_external_tokens(self, request: Request) -> None:
         """Gives a waiting request's blocks back; it will be computed here like any other."""
         self.kv.free(request.request_id)
+        request.metrics.num_cached_tokens -= request.num_external_tokens
         request.num_computed_tokens = request.num_external_tokens = 0
         request.ask_connector = False
         self.finished_recving_kv_req_ids.discard(request.request_id)

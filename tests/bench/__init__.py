@@ -3,6 +3,7 @@
     commands.py    their command line: the only file that is loaded before one of them is asked for
     offline.py     a batch of requests through one engine: throughput and latencies
     scheduler.py   the scheduler alone
+    serve.py       time to the first token over HTTP: one node against P/D
     kernels.py     the Triton kernels on a GPU, against what the chip can do
     aot.py         the Triton kernels compiled for GPUs that are not here
 

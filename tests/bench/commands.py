@@ -64,3 +64,31 @@ def bench_kernels(
         raise UserError("Triton is not installed (it exists for Linux only).") from None
     for row in kernels.measure(target or []):
         show(row, as_json)
+
+
+@bench.command("transfer")
+def bench_transfer(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """KV blocks from one process to another over loopback TCP, by layout, length and state of the pools, against one
+    long write of as many bytes."""
+    from . import transfer
+
+    for row in transfer.measure():
+        show(row, as_json)
+
+
+@bench.command("serve")
+@config_options
+def bench_serve(
+    engine: EngineConfig,
+    rounds: Annotated[int, typer.Option(help="Prompts for each of the two.", min=1)] = 7,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.", min=1)] = 1000,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Time to the first token over HTTP: a single node against a router with P and D, all of them started here."""
+    from . import serve
+
+    for row in serve.measure(engine, rounds, input_len, output_len):
+        show(row, as_json)

@@ -14,13 +14,17 @@ from nanopd.request import Request
 class FakeConnector(KVConnectorScheduler):
     """Has, elsewhere, `remote[request id]` tokens of a request; None: it does not know yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int = 4) -> None:
+        self.block_size = block_size
         self.remote: dict[str, int | None] = {}
         self.load_async = True
         self.delay_free: set[str] = set()
         self.allocated: list[tuple[str, list[int], int]] = []
         self.failed_plans: list[Any] = []
         self.raises: type[BaseException] | None = None
+        self.writable: dict[str, list[int]] = {}  # blocks that a peer may write to, until the load is reported as over
+        self.readable: dict[str, list[int]] = {}  # blocks that a peer may read, until the send is reported as over
+        self.room_wanted = 0  # how often `make_room` was called
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.raises:
@@ -32,6 +36,9 @@ class FakeConnector(KVConnectorScheduler):
         self.allocated.append((request.request_id, block_ids, num_external_tokens))
         if num_external_tokens:
             self.remote.pop(request.request_id, None)  # as in P/D: a remote prefill is loaded once
+            first = (request.num_computed_tokens - num_external_tokens) // self.block_size
+            if self.load_async:
+                self.writable[request.request_id] = block_ids[first:]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return dict(scheduler_output.num_scheduled_tokens)
@@ -40,7 +47,13 @@ class FakeConnector(KVConnectorScheduler):
         self.failed_plans.append(metadata)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return request.request_id in self.delay_free, None
+        delay_free = request.request_id in self.delay_free
+        if delay_free and block_ids:
+            self.readable[request.request_id] = block_ids
+        return delay_free, None
+
+    def make_room(self) -> None:
+        self.room_wanted += 1
 
 
 def make_scheduler(
@@ -78,6 +91,7 @@ class Driver:
     next_token: int = 10
     # What was written where: (block, offset) -> the whole sequence up to that token. A read must find its own.
     content: dict[tuple[int, int], object] = dataclasses.field(default_factory=dict)
+    found: dict[str, list[object]] = dataclasses.field(default_factory=dict)  # by peers that read an ended request
 
     def schedule(self) -> SchedulerOutput:
         """One plan, checked against the rules that hold for every plan."""
@@ -140,6 +154,24 @@ class Driver:
                 found = self.content.get((table[position // size], position % size))
                 assert found == expected, f"{request} reads at {position} what was never written there for it"
 
+    def peers_write(self) -> None:
+        """Whoever may still write does it now, and garbage: nobody may read that."""
+        if isinstance(self.scheduler.connector, FakeConnector):
+            for request_id, block_ids in self.scheduler.connector.writable.items():
+                for block_id in block_ids:
+                    for offset in range(self.scheduler.kv.block_size):
+                        self.content[block_id, offset] = f"garbage of {request_id}'s peer"
+
+    def peers_read(self) -> None:
+        """Whoever may still read finds what was there when it was told so."""
+        if isinstance(self.scheduler.connector, FakeConnector):
+            readable = self.scheduler.connector.readable
+            for request_id in self.found.keys() - readable.keys():
+                del self.found[request_id]
+            for request_id, block_ids in readable.items():
+                now = [self.content.get((i, k)) for i in block_ids for k in range(self.scheduler.kv.block_size)]
+                assert self.found.setdefault(request_id, now) == now, f"{request_id}'s peer finds other tokens"
+
     def _land(self, transfers: KVConnectorOutput) -> None:
         """Remote data arrives in the blocks of those who wait for it."""
         for request_id in transfers.finished_recving & self.scheduler.loading:
@@ -149,8 +181,16 @@ class Driver:
     def step(self, tokens: dict[str, int] | None = None) -> SchedulerOutput:
         """A whole step. `tokens` says what is sampled for whom; others get fresh ones."""
         output = self.schedule()
+        self.peers_write()
         self.execute(output)
+        self.peers_read()
         if self.transfers:
+            connector = self.scheduler.connector
+            over = self.transfers.finished_sending | self.transfers.finished_recving | self.transfers.failed_recving
+            if isinstance(connector, FakeConnector):
+                for request_id in over:
+                    connector.writable.pop(request_id, None)
+                    connector.readable.pop(request_id, None)
             self._land(self.transfers)
         sampled = {}
         for request_id in output.num_scheduled_tokens:
@@ -161,6 +201,7 @@ class Driver:
         news = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled, {}, self.transfers))
         self.transfers = None
         self.take(news)
+        self.peers_read()
         self.scheduler.check_invariants()
         return output
 

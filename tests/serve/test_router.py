@@ -752,8 +752,8 @@ async def test_many_at_once_go_round():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "--decode needs at least one"),
-        ({"prefill": ("http://127.0.0.1:1",)}, "--decode needs at least one"),
+        ({}, "at least one --decode"),
+        ({"prefill": ("http://127.0.0.1:1",)}, "at least one --decode"),
         ({"decode": ("localhost:8000",)}, "'localhost:8000' is no URL"),
         ({"decode": ("http://a", "")}, "'' is no URL"),
         ({"decode": ("http://a",), "prefill": ("ftp://x",)}, "'ftp://x' is no URL"),
