@@ -99,6 +99,7 @@ class EngineConfig:
         0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
     )
     kv_load_failure_policy: str = _opt("recompute", "After a failed KV load (S10).", choices=("recompute", "fail"))
+    trace: str | None = _opt(None, "File to write a trace to: every decision, and all token ids; see nanopd trace.")
     check_invariants: bool = _opt(False, "Check the block pool after every step (rule K10); slow.")
 
     def __post_init__(self) -> None:

@@ -20,7 +20,17 @@ def test_only_code_counts():
     assert lines_of_code(source) == 4
 
 
-LAYERS = {"config": 0, "request": 0, "core": 1, "kernels": 1, "models": 1, "connector": 2, "worker": 2, "engine": 3}
+LAYERS = {
+    "config": 0,
+    "request": 0,
+    "core": 1,
+    "trace": 1,
+    "kernels": 1,
+    "models": 1,
+    "connector": 2,
+    "worker": 2,
+    "engine": 3,
+}
 
 
 def test_imports_point_one_way():

@@ -34,6 +34,7 @@ from nanopd.connector.protocol import (
     tcp_address,
 )
 from nanopd.core.output import KVConnectorOutput, TransferStats
+from nanopd.trace.events import Tracer, Transfer, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,15 @@ class Recv:
     request_id: str
     peer: Address
     deadline: float  # time.monotonic()
+    transfer_id: str
+    trace: Tracer = ignore
     state: RecvState = RecvState.ASKED
     gone_at: float | None = None  # when P's end of the connection was found gone
 
-    def to(self, state: RecvState) -> None:
+    def to(self, state: RecvState, why: str = "") -> None:
         assert state in RECV_TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
+        self.trace(Transfer(self.request_id, self.transfer_id, "recv", state.value, why))
 
 
 @dataclass
@@ -73,10 +77,11 @@ class Consumer:
     Args:
         load_timeout: seconds until a load is given up.
         stats: counted in here.
+        trace: is told how far each load is.
     """
 
-    def __init__(self, load_timeout: float, stats: TransferStats) -> None:
-        self._load_timeout, self._stats = load_timeout, stats
+    def __init__(self, load_timeout: float, stats: TransferStats, trace: Tracer = ignore) -> None:
+        self._load_timeout, self._stats, self._trace = load_timeout, stats, trace
         self._name = uuid.uuid4().hex.encode()  # by which P knows us again after a lost connection
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, Peer] = {}
@@ -86,7 +91,8 @@ class Consumer:
 
     def start(self, request_id: str, address: Address, pull: Pull) -> None:
         """Asks for blocks. A transfer that has been begun already is left alone (see `step_failed`)."""
-        recv = Recv(request_id, address, time.monotonic() + self._load_timeout)
+        deadline = time.monotonic() + self._load_timeout
+        recv = Recv(request_id, address, deadline, pull.transfer_id, self._trace)
         try:
             peer = self._peer(address)
         except zmq.ZMQError as error:
@@ -94,6 +100,7 @@ class Consumer:
             return
         known = peer.recvs.setdefault(pull.transfer_id, recv)
         if known is recv:
+            self._trace(Transfer(request_id, pull.transfer_id, "recv", "asked", f"{len(pull.block_ids)} blocks"))
             self._send(peer, pull)
         elif known.request_id != request_id:
             self._fail(recv, "another request has this transfer id")
@@ -102,7 +109,7 @@ class Consumer:
         """The request has ended, or needs nothing from P. Unless all has come already, P is told (rule P5)."""
         recv = self._peers[address].recvs.get(transfer_id) if address in self._peers else None
         if recv is not None and recv.request_id == request_id and recv.state is RecvState.ASKED:
-            recv.to(RecvState.RECLAIMING)
+            recv.to(RecvState.RECLAIMING, "not wanted any more")
             self._send(self._peers[address], Cancel(VERSION, transfer_id))
         elif not asked:
             with contextlib.suppress(zmq.ZMQError):
@@ -176,7 +183,7 @@ class Consumer:
         if isinstance(message, Failed):
             self._fail(recv, message.reason)
             return
-        recv.to(RecvState.DONE)
+        recv.to(RecvState.DONE, f"{message.num_bytes:,} bytes")
         self._stats.received += 1
         self._stats.received_bytes += message.num_bytes
         self._output.finished_recving.add(recv.request_id)
@@ -187,13 +194,13 @@ class Consumer:
     def _fail(self, recv: Recv, reason: str) -> None:
         if recv.state is RecvState.ASKED:
             self._count_failure(recv, reason)
-        recv.to(RecvState.FAILED)
+        recv.to(RecvState.FAILED, reason)
         self._output.failed_recving.add(recv.request_id)
 
     def _give_up(self, peer: Peer, transfer_id: str, recv: Recv, reason: str) -> None:
         """Nobody waits any more; the scheduler computes the prompt in other blocks, unless the request has ended."""
         self._count_failure(recv, reason)
-        recv.to(RecvState.RECLAIMING)
+        recv.to(RecvState.RECLAIMING, reason)
         self._output.given_up.add(recv.request_id)
         self._send(peer, Cancel(VERSION, transfer_id))
 

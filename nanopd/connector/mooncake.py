@@ -24,6 +24,7 @@ from nanopd.core.kv_cache import HASH_SEED, hash_block
 from nanopd.core.output import KVConnectorOutput, SchedulerOutput, TransferStats
 from nanopd.models.decoder import Decoder
 from nanopd.request import Request, RequestStatus
+from nanopd.trace.events import Tracer, ignore
 from nanopd.worker.kv_memory import KVCache
 
 
@@ -197,14 +198,14 @@ class MooncakeWorker(KVConnectorWorker):
 
 
 def make_connector(
-    config: KVTransferConfig, model: Decoder, kv_cache: KVCache, kv_layout: str
+    config: KVTransferConfig, model: Decoder, kv_cache: KVCache, kv_layout: str, trace: Tracer = ignore
 ) -> tuple[MooncakeScheduler, MooncakeWorker]:
     """Both halves for one engine. Raises UserError: no Mooncake, or an address that cannot be used."""
     layout, memory, stats = layout_of(model, kv_cache, kv_layout), kv_cache.memory, TransferStats()
     transport = MooncakeTransport(config, memory.data_ptr(), memory.nbytes)
-    ours = transport, layout, memory.data_ptr(), stats
+    ours = transport, layout, memory.data_ptr(), stats, trace
     producer = Producer(config, *ours) if config.role != "decode" else None
-    consumer = Consumer(config.kv_load_timeout, stats) if config.role != "prefill" else None
+    consumer = Consumer(config.kv_load_timeout, stats, trace) if config.role != "prefill" else None
     pull = Pull(VERSION, "", transport.session, memory.data_ptr(), layout, 0, b"", 0, [])
     worker = MooncakeWorker(transport, producer, consumer, stats)
     return MooncakeScheduler(config, worker.port, pull), worker

@@ -26,6 +26,7 @@ from nanopd.connector import protocol
 from nanopd.connector.protocol import CANCELLED, VERSION, Cancel, Done, Failed, Pull, SendState
 from nanopd.connector.transport import TransferError, Transport, pieces_of
 from nanopd.core.output import TransferStats
+from nanopd.trace.events import Tracer, Transfer, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class SendPlan:
 class Send:
     """One transfer."""
 
+    transfer_id: str
     state: SendState
+    trace: Tracer
     plan: SendPlan | None = None
     pull: Pull | None = None
     peer: bytes = b""  # D on the side channel
@@ -73,9 +76,10 @@ class Send:
     num_pieces: int = 0
     seconds: float = 0.0
 
-    def to(self, state: SendState) -> None:
+    def to(self, state: SendState, why: str = "") -> None:
         assert state in protocol.SEND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
+        self.trace(Transfer(self.plan.request_id if self.plan else "", self.transfer_id, "send", state.value, why))
 
 
 class Producer:
@@ -86,6 +90,7 @@ class Producer:
         transport: writes.
         layout: this engine's KV memory, which starts at `address`.
         stats: counted in here.
+        trace: is told how far each send is, by the loop's thread.
 
     Raises:
         UserError: the port is taken.
@@ -98,9 +103,10 @@ class Producer:
         layout: protocol.Layout,
         address: int,
         stats: TransferStats,
+        trace: Tracer = ignore,
     ) -> None:
         self._config, self._transport, self._layout, self._address = config, transport, layout, address
-        self._stats = stats
+        self._stats, self._trace = stats, trace
         self._sends: dict[str, Send] = {}  # by transfer id
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why nothing more comes of it
         # Ids of requests whose blocks nobody reads any more.
@@ -161,7 +167,7 @@ class Producer:
     def _update(self, plan: SendPlan) -> None:
         send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
         if send is None and plan.stage is Stage.STARTED and self._ended.get(transfer_id) != CANCELLED:
-            send = self._sends[transfer_id] = Send(SendState.COMPUTING)
+            send = self._sends[transfer_id] = Send(transfer_id, SendState.COMPUTING, self._trace)
             self._ended.pop(transfer_id, None)
         if send is None or (send.plan and send.plan.request_id != plan.request_id):
             # D does not want it any more, or another request has taken this transfer id: nobody will read these blocks.
@@ -251,15 +257,16 @@ class Producer:
         self._advance(transfer_id, send)
 
     def _end(self, transfer_id: str, send: Send, answer: Done | Failed) -> None:
-        send.to(SendState.DONE if isinstance(answer, Done) else SendState.FAILED)
         del self._sends[transfer_id]
         self._remember(transfer_id, answer.reason if isinstance(answer, Failed) else "it is done")
         if isinstance(answer, Done):
+            send.to(SendState.DONE, f"{send.num_bytes:,} bytes in {send.num_pieces} pieces")
             self._stats.sent += 1
             self._stats.sent_bytes += send.num_bytes
             self._stats.sent_pieces += send.num_pieces
             self._stats.sent_seconds += send.seconds
         else:
+            send.to(SendState.FAILED, answer.reason)
             self._stats.send_failures += 1
             logger.warning(f"transfer {transfer_id} failed: {answer.reason}")
         if send.peer:
@@ -312,7 +319,7 @@ class Producer:
             self._reply(peer, Failed(transfer_id, reason))
         elif isinstance(message, Pull):
             if send is None:
-                send = self._sends[transfer_id] = Send(SendState.ASKED)
+                send = self._sends[transfer_id] = Send(transfer_id, SendState.ASKED, self._trace)
                 self._expire_later(transfer_id, send)
             send.peer, send.pull = peer, message
             self._advance(transfer_id, send)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from nanopd.core.block_pool import BlockPool, KVCacheBlock
 from nanopd.request import Request
+from nanopd.trace.events import Allocated, Cached, Freed, Quarantined, Refused, Tracer, Uncached, ignore
 
 HASH_SEED = hashlib.sha256(b"nanopd block hash").digest()
 """The parent of every first block, h_-1. The same in all processes, so that two engines agree on hashes."""
@@ -58,6 +59,7 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.trace: Tracer = ignore  # is told what happens; a scheduler tells the same one
         self.pool = BlockPool(num_blocks)
         self.tables: dict[str, list[KVCacheBlock]] = {}  # request id -> its blocks, in order of position
         self._num_offered: dict[str, int] = {}  # request id -> how many blocks of its table were offered to the cache
@@ -123,6 +125,7 @@ class KVCacheManager:
         if num_new_blocks > 0 or hits:
             free_hits = sum(block.ref_cnt == 0 for block in hits)  # touching these takes them out of the free queue too
             if num_new_blocks > self.pool.num_free_blocks - free_hits:
+                self.trace(Refused(request.request_id, num_new_blocks, self.pool.num_free_blocks - free_hits))
                 return None
             self.pool.touch(hits)  # before popping, so that no new block is one of the hits (rule K4)
             new = [*hits, *self.pool.get_new_blocks(max(num_new_blocks, 0))]
@@ -130,6 +133,7 @@ class KVCacheManager:
                 self.tables[request.request_id] = table
                 self._num_offered[request.request_id] = len(hits)
             table.extend(new)
+            self.trace(Allocated(request.request_id, [block.block_id for block in new], len(hits)))
         else:
             new = []
         if not delay_caching:
@@ -146,21 +150,25 @@ class KVCacheManager:
             table = self.tables[request.request_id]
             for i in range(start, num_full):
                 self.pool.cache(table[i], request.block_hashes[i])
+            self.trace(Cached(request.request_id, start, request.block_hashes[start:num_full]))
             self._num_offered[request.request_id] = num_full
 
     def uncache_blocks(self, request: Request, num_tokens: int) -> None:
         """Takes the blocks beyond the first `num_tokens` tokens out of the hash table: they were never computed."""
+        self.trace(Uncached(request.request_id, num_tokens // self.block_size))
         for block in self.tables[request.request_id][num_tokens // self.block_size :]:
             self.pool.evict(block)
 
     def free(self, request_id: str) -> None:
         """Gives back all blocks of the request, last block first (rule K6). Without blocks, does nothing."""
+        self.trace(Freed(request_id))
         self.pool.free(reversed(self.tables.pop(request_id, ())))
         self._num_offered.pop(request_id, None)
 
     def quarantine(self, request_id: str) -> None:
         """Takes the blocks away from the request without freeing them: a peer may still touch them (rule P4).
         `free(reclaimed(request_id))` does it later."""
+        self.trace(Quarantined(request_id))
         self.tables[reclaimed(request_id)] = self.tables.pop(request_id)
         self._num_offered.pop(request_id, None)
 

@@ -30,6 +30,7 @@ from nanopd.core.output import (
     SchedulerStats,
 )
 from nanopd.request import Request, RequestStatus
+from nanopd.trace.events import Arrived, Moved, Planned, Sampled, Skipped, Stepped, ignore
 
 if TYPE_CHECKING:
     from nanopd.connector.base import KVConnectorScheduler
@@ -54,7 +55,7 @@ class Scheduler:
         connector: "KVConnectorScheduler | None" = None,
     ) -> None:
         self.config = config
-        self.kv = kv
+        self.kv, self.trace = kv, kv.trace
         self.max_model_len = min(max_model_len, len(kv.pool.blocks) * kv.block_size)
         self.connector = connector
 
@@ -87,6 +88,7 @@ class Scheduler:
         self.kv.update_block_hashes(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
+        self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -123,6 +125,9 @@ class Scheduler:
                 output.kv_connector_metadata = self.connector.build_connector_meta(output)
             for request_id, num_new in output.num_scheduled_tokens.items():
                 self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+            if self.trace is not ignore:
+                plan = output.num_scheduled_tokens.items()
+                self.trace(Planned([(i, self.requests[i].num_computed_tokens - n, n) for i, n in plan]))
         except BaseException:
             self.take_back(output)
             raise
@@ -142,12 +147,13 @@ class Scheduler:
             if request.request_id not in known:  # what a connector was to bring with the step may not be there either
                 good -= request.num_external_tokens
             self.kv.uncache_blocks(request, good)
-            self._preempt(request)
+            self._preempt(request, "S8")
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         self._finished_req_ids |= output.finished_req_ids
         self._lost_req_ids |= output.lost_req_ids | output.preempted_req_ids | computed.keys()
         if self.connector and output.kv_connector_metadata is not None:
             self.connector.step_failed(output.kv_connector_metadata)
+        self.trace(Stepped(taken_back=True))
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
@@ -163,7 +169,7 @@ class Scheduler:
                 continue
             while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
                 victim = self.running.pop()
-                self._preempt(victim)
+                self._preempt(victim, "S3 case B" if victim is request else "S3 case A", request.request_id)
                 output.preempted_req_ids.add(victim.request_id)
                 if victim is request:  # case B: even without those behind it there is not enough
                     return
@@ -225,15 +231,19 @@ class Scheduler:
                 if load_async:  # S5: it has its blocks, and waits for what belongs in them
                     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
                     self.loading.add(request.request_id)
+                    self._trace_move(request, "S5")
                     step_skipped_waiting.append(request)
                     continue
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
+                self._trace_move(request, "S4")
                 output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
                 output.num_scheduled_tokens[request.request_id] = num_new
                 output.total_num_scheduled_tokens += num_new
         finally:
             self.skipped_waiting.extendleft(reversed(step_skipped_waiting))
+            if step_skipped_waiting:
+                self.trace(Skipped([r.request_id for r in step_skipped_waiting]))
         return lookups_pending
 
     def _num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
@@ -242,11 +252,12 @@ class Scheduler:
         missing = min(missing, self.config.long_prefill_token_threshold or missing)
         return max(0, min(missing, budget, self.max_model_len - 1 - num_computed))
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, rule: str = "", by: str = "") -> None:
         """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
-        self.kv.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
+        self._trace_move(request, rule, by)
+        self.kv.free(request.request_id)
         request.metrics.num_preemptions += 1
         self._num_preemptions += 1
         self.waiting.appendleft(request)
@@ -264,6 +275,7 @@ class Scheduler:
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1  # all is there, but to sample we need the last token's logits
         request.status = RequestStatus.WAITING
+        self._trace_move(request, "S5")
         return True
 
     def _forget_external_tokens(self, request: Request) -> None:
@@ -275,6 +287,7 @@ class Scheduler:
         self.finished_recving_kv_req_ids.discard(request.request_id)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             request.status = RequestStatus.WAITING
+        self._trace_move(request, "S10")
 
     def _ensure_progress(self, lookups_pending: bool) -> None:
         """S10 and S11: nothing was scheduled and nobody preempted. Is something on its way, or must somebody give way?
@@ -301,6 +314,7 @@ class Scheduler:
         news: list[EngineCoreOutput] = []
         stopped: set[str] = set()
         now = time.monotonic()
+        self.trace(Sampled(output.sampled_token_ids))
         for request_id, token_id in output.sampled_token_ids.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -323,6 +337,7 @@ class Scheduler:
             self.running = [r for r in self.running if r.request_id not in stopped]
         if output.kv_connector_output is not None:
             news += self._update_from_connector(output.kv_connector_output)
+        self.trace(Stepped())
         return news
 
     def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
@@ -365,6 +380,7 @@ class Scheduler:
         request_id = request.request_id
         del self.requests[request_id]
         self._finished_req_ids.add(request_id)
+        self._trace_move(request)
         still_loading = request_id in self.loading
         delay_free, kv_transfer_params = False, None
         if self.connector:
@@ -380,6 +396,10 @@ class Scheduler:
         return kv_transfer_params
 
     # ---------------------------------------------------------------- what others may look at
+
+    def _trace_move(self, request: Request, rule: str = "", by: str = "") -> None:
+        computed = request.num_computed_tokens, request.num_external_tokens
+        self.trace(Moved(request.request_id, request.status.value, *computed, rule, by))
 
     def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
         self._num_queried += request.num_tokens

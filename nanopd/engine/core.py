@@ -18,8 +18,9 @@ from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
+from nanopd.trace.file import FileTracer, Header
 from nanopd.worker.attention import choose_backend
-from nanopd.worker.kv_memory import KVCache, plan_num_blocks, profile_peak_memory
+from nanopd.worker.kv_memory import KVCache, plan_num_blocks, profile_peak_memory, strides
 from nanopd.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,15 @@ class EngineCore:
         layout = config.kv_layout or ("cross_layer" if kv_transfer.role else "kv_first")
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        if config.trace:
+            most = min(max_model_len, ceiling, num_blocks * config.block_size)
+            facts = str(self.model_path), kv_transfer.role, config, num_blocks, most, dtype_name, layout
+            kv.trace = FileTracer(config.trace, Header(*facts, strides(kv_cache), (time.time(), time.monotonic())))
         scheduler_half, worker_half = None, None
         if kv_transfer.role:
             from nanopd.connector.mooncake import make_connector
 
-            scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout)
+            scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
         self.connector = worker_half
         self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), scheduler_half)
         self.max_model_len = self.scheduler.max_model_len

@@ -60,6 +60,16 @@ class KVCache:
         return cls(memory, [(by_layer[i, 0], by_layer[i, 1]) for i in range(model.num_layers)])
 
 
+def strides(kv_cache: KVCache) -> dict[str, int]:
+    """Bytes from one layer, kv, block, slot or head to the next: all a trace's reader needs to find a slot's bytes."""
+    (keys, values), next_keys = kv_cache.layers[0], kv_cache.layers[min(1, len(kv_cache.layers) - 1)][0]
+    steps = [n * keys.itemsize for n in keys.stride()]
+    start = keys.data_ptr()
+    return {"layer": next_keys.data_ptr() - start, "kv": values.data_ptr() - start} | dict(
+        zip(("block", "slot", "head"), steps)
+    )
+
+
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers: keys and values."""
     return model.num_layers * 2 * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize

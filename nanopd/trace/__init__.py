@@ -1,0 +1,1 @@
+"""Traces: what an engine decided, step by step, in a file; and what looks at it: terminal, HTML viewer, Perfetto."""

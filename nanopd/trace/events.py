@@ -1,0 +1,130 @@
+"""What can be told about an engine: typed events, complete enough that replaying them gives its state (replay.py).
+
+Whoever decides something calls its tracer with an event; that is `ignore` unless somebody wants to know. An event holds
+what was decided and nothing that follows from it: that a popped block leaves the hash table, or that planned tokens
+count as computed, a replay knows as well as the engine does.
+
+    between two steps    Arrived; Moved to an end, Freed (aborted)
+    schedule             Refused, Freed, Moved (preempted, promoted); Allocated, Cached, Moved (admitted); Skipped; Planned
+    the step has run     Transfer; Sampled; Moved to an end, Freed; Stepped
+
+The names in comments (S3, K5 ...) are rules, see lessons/rules.md.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+
+class Event(msgspec.Struct, tag_field="type", tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Something that happened."""
+
+
+Tracer = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The null tracer."""
+
+
+class RequestEvent(Event):
+    """Something that happened to one request."""
+
+    request_id: str
+
+
+class Arrived(RequestEvent):
+    """A new request, at the end of `waiting`."""
+
+    token_ids: list[int]
+    max_tokens: int
+
+
+class Moved(RequestEvent):
+    """A request came into another status, and so into another queue:
+
+    running                   from its queue to the end of `running` (S4)
+    preempted                 to the front of `waiting`: S3 case A or B; S8 when a step was taken back
+    waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
+    waiting                   promoted: the data is there (S5); or nothing will come, it is computed here (S10)
+    stop, length, abort, error
+    """
+
+    status: str  # a value of RequestStatus
+    num_computed: int = 0
+    num_external: int = 0  # of those, how many a connector brings or brought
+    rule: str = ""
+    by: str = ""  # whose want of blocks it was
+
+
+class Allocated(RequestEvent):
+    """Its table got longer: by blocks found in the prefix cache (K4), then by blocks popped from the free queue (K5)."""
+
+    block_ids: list[int]
+    num_hits: int = 0
+
+
+class Refused(RequestEvent):
+    """There were too few free blocks for it: a preemption follows (S3), or nobody else is admitted (S4)."""
+
+    wanted: int
+    free: int  # without those among them that are its own hits
+
+
+class Cached(RequestEvent):
+    """Its blocks from number `start` of its table on were offered to the hash table. A block that has a hash, or whose
+    hash is there, stays out (K7)."""
+
+    start: int
+    hashes: list[bytes]  # base64 in JSON
+
+
+class Uncached(RequestEvent):
+    """Its blocks from number `start` of its table on left the hash table: they were never computed (S8)."""
+
+    start: int
+
+
+class Freed(RequestEvent):
+    """Its blocks, if it had any, went back, last one first (K6). `id (reclaiming)`: those that were quarantined."""
+
+
+class Quarantined(RequestEvent):
+    """It is without blocks from now on, but a peer may still touch those it had: they stay out of use (P4)."""
+
+
+class Skipped(Event):
+    """To the front of `skipped_waiting` (S6): their data is on its way (S5), or the connector does not know yet (S4)."""
+
+    request_ids: list[str]
+
+
+class Planned(Event):
+    """The plan of the step: id, first token and number of tokens of each request in it."""
+
+    scheduled: list[tuple[str, int, int]]
+
+
+class Sampled(Event):
+    """Request id -> token."""
+
+    token_ids: dict[str, int]
+
+
+class Stepped(Event):
+    """The step has ended, or was taken back before it had run (S8)."""
+
+    taken_back: bool = False
+
+
+class Transfer(RequestEvent):
+    """P's ("send") or D's ("recv") side of a transfer of KV blocks came to a state, see connector/protocol.py."""
+
+    transfer_id: str
+    side: str
+    state: str
+    about: str = ""  # the peer, how much, or what went wrong
+
+
+AnyEvent = Arrived | Moved | Allocated | Refused | Cached | Uncached | Freed | Quarantined | Skipped | Planned | Sampled
+AnyEvent |= Stepped | Transfer
