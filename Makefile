@@ -27,9 +27,11 @@ pd-demo: setup ## Watch a prefill and a decode node at work, and compare with a 
 	$(BIN)/nanopd pd-demo
 
 test: setup ## Run the tests (minutes)
+	@sh .ci/system-packages $(PYTHON) tests
 	$(BIN)/python -m pytest
 
 test-slow: setup ## Run only the long tests (half an hour)
+	@sh .ci/system-packages $(PYTHON) tests
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup ## Run the tests that need a CUDA device

@@ -192,6 +192,28 @@ def route(config: RouterConfig) -> int:
     return router.route(config)
 
 
+@app.command()
+def trace(
+    how: Annotated[str, typer.Argument(help="show: in the terminal; html: as a page; perfetto: for ui.perfetto.dev.")],
+    files: Annotated[list[Path], typer.Argument(help="Traces, made with --trace; P's and D's of one run together.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="show: go on while the engine runs.")] = False,
+) -> None:
+    """Look at traces: every step, what was decided in it and why, and what the engine held after it."""
+    from nanopd.trace import export, show
+
+    if how == "show" and len(files) == 1 and not output:
+        show.show(files[0], follow)
+    elif how in ("html", "perfetto") and not follow:
+        output = output or files[0].with_suffix(".html" if how == "html" else ".perfetto.json")
+        output.write_bytes(export.html(files).encode() if how == "html" else export.perfetto(files))
+        print(output)
+    else:
+        raise UserError(
+            "It is trace show FILE [--follow], trace html FILE… [-o FILE] or trace perfetto FILE… [-o FILE]."
+        )
+
+
 @model_app.command("list")
 def model_list(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a model.")] = False) -> None:
     """Models in the cache."""

@@ -1,0 +1,358 @@
+"""The HTML viewer in a real Chromium: what it shows is what the engine held, and it can be used by mouse and keyboard."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from nanopd.core.output import ModelRunnerOutput
+from nanopd.trace import export
+from nanopd.trace.events import Transfer
+from tests.core import test_state_machine
+from tests.core.drive import Driver, make_request, make_scheduler
+from tests.trace.browser import CHROMIUM, Browser
+from tests.trace.record import trace_to
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian: apt-get install chromium)")
+HOSTILE = '</script><img src="https://example.org/x" onerror="boom()">&amp;'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        browser.window(1280, 900)
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def quiet(browser: Browser) -> Iterator[None]:
+    """Whatever a test does: no error in the console, and nothing is asked of any network."""
+    browser.errors.clear()
+    browser.requests.clear()
+    yield
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "about:", "data:"))] == []
+
+
+def page(path: Path, *traces: Path) -> str:
+    path.write_text(export.html(traces))
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """A pool too small for three requests. (The page, what the engine held after each step.)"""
+    directory = tmp_path_factory.mktemp("tight")
+    scheduler = make_scheduler(num_blocks=7, block_size=4, max_num_batched_tokens=16)
+    states = trace_to(directory / "t.jsonl", scheduler)
+    prefix = list(range(70, 75))
+    for name, prompt in (("a", [*prefix, 1, 2]), ("b", [*prefix, 3, 4, 5]), (HOSTILE, [*prefix, 6])):
+        scheduler.add_request(make_request(name, prompt=prompt, max_tokens=8))
+    Driver(scheduler).run()
+    return page(directory / "t.html", directory / "t.jsonl"), list(states.values())
+
+
+SHOWN = """(() => {
+  const cards = [...document.querySelectorAll('.card')].map((card) => ({...card.dataset}));
+  const cells = [...document.querySelectorAll('.cell')].map((cell) => ({...cell.dataset}));
+  const queue = (name) => [...document.querySelectorAll(`[data-queue="${name}"] .card`)].map((c) => c.dataset.request);
+  return {queues: Object.fromEntries(['waiting', 'skipped_waiting', 'running'].map((name) => [name, queue(name)])),
+    cards, cells, chain: [...document.querySelectorAll('.chain button')].map((b) => b.firstChild.data),
+    pairs: [...document.querySelectorAll('.pair')].map((b) => [b.title, b.childNodes[2].data]),
+    names: [...document.querySelectorAll('.card .name span:first-child')].map((s) => s.textContent)};
+})()"""
+
+
+def shown(browser: Browser) -> dict[str, Any]:
+    """What the page shows, in the form in which tests/trace/compare.py describes an engine."""
+    found = browser.run(SHOWN)
+    assert browser.errors == []
+    cells = found["cells"]
+    free = sorted((cell for cell in cells if cell["free"]), key=lambda cell: int(cell["free"]))
+    hashes = [base64.b64decode(cell["hash"]).hex() or None for cell in cells]
+    state = {
+        "queues": found["queues"],
+        "requests": {
+            card["request"]: [card["status"], int(card["computed"]), int(card["tokens"])]
+            for card in found["cards"]
+            if card["status"] not in ("stop", "length", "abort", "error")
+        },
+        "tables": {c["request"]: [int(b) for b in c["table"].split()] for c in found["cards"] if c["table"]},
+        "ref_cnt": [int(cell["ref"]) for cell in cells],
+        "free_queue": [int(cell["block"]) for cell in free],
+        "hash_table": {h: b for b, h in enumerate(hashes) if h},
+        "hashes": hashes,
+    }
+    chain = [f"B{b}" for b in state["free_queue"]]
+    assert found["chain"] == (chain if len(chain) <= 32 else chain[:26] + chain[-4:])
+    pairs = {base64.b64decode(h).hex(): int(b.removeprefix("B")) for h, b in found["pairs"]}
+    assert pairs == state["hash_table"] or len(pairs) == 128 < len(state["hash_table"])
+    assert found["names"] == [card["request"] for card in found["cards"]]
+    return state
+
+
+def as_shown(held: dict[str, Any]) -> dict[str, Any]:
+    """The engine's own state, as far as the page shows it: of tokens their number; tables of unfinished requests."""
+    requests = {i: [status, computed, len(tokens)] for i, (status, computed, tokens) in held["requests"].items()}
+    tables = {i: table for i, table in held["tables"].items() if i in requests}
+    return held | {"requests": requests, "tables": tables}
+
+
+class TracedMachine(test_state_machine.SchedulerMachine):
+    lives: ClassVar[list[Any]] = []
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "scheduler"):
+            self.lives.append((self.scheduler.path, self.scheduler.states))
+
+
+def check_random_lives(
+    browser: Browser, directory: Path, monkeypatch: pytest.MonkeyPatch, examples: int, steps: int
+) -> int:
+    """Shows every step of random lives; returns how many there were."""
+    numbers = iter(range(10**6))
+
+    def make(*args: Any, **options: Any) -> Any:
+        scheduler = make_scheduler(*args, **options)
+        scheduler.path = directory / f"{next(numbers)}.jsonl"
+        scheduler.states = trace_to(scheduler.path, scheduler)
+        return scheduler
+
+    monkeypatch.setattr(test_state_machine, "make_scheduler", make)
+    TracedMachine.lives.clear()
+    options = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+    run_state_machine_as_test(
+        TracedMachine, settings=settings(max_examples=examples, stateful_step_count=steps, **options)
+    )
+    count = 0
+    for path, states in TracedMachine.lives:
+        browser.open(page(path.with_suffix(".html"), path) + "#step=0")
+        order = list(states)
+        for step in [*order, *order[::-7]]:  # forwards one by one, and some of the way back
+            browser.run(f"go({step}), draw()")
+            assert shown(browser) == as_shown(states[step]), f"{path}, step {step}"
+            count += 1
+    return count
+
+
+def test_it_shows_what_the_engine_held_at_every_step_of_random_lives(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert check_random_lives(browser, tmp_path, monkeypatch, examples=25, steps=30) > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_it_shows_what_the_engine_held_for_long(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    print("steps shown:", check_random_lives(browser, tmp_path, monkeypatch, examples=400, steps=60))
+
+
+def test_the_keyboard_moves_through_the_steps(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    url, states = tight
+    browser.open(url)
+    assert shown(browser) == as_shown(states[0])
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert shown(browser) == as_shown(states[2])
+    browser.key("ArrowLeft")
+    assert shown(browser) == as_shown(states[1])
+    browser.key("End")
+    assert shown(browser) == as_shown(states[-1])
+    browser.key("ArrowRight")
+    assert shown(browser) == as_shown(states[-1])
+    browser.key("ArrowLeft", shift=True)
+    assert shown(browser) == as_shown(states[-11])
+    browser.key("Home")
+    browser.key("p")
+    preempted = next(n for n, held in enumerate(states) if any(r[0] == "preempted" for r in held["requests"].values()))
+    assert shown(browser) == as_shown(states[preempted])
+    assert "S3 case A" in browser.run("document.querySelector('.story').innerText")
+    browser.key(" ")  # plays
+    browser.run("new Promise((done) => setTimeout(done, 700))")
+    browser.key(" ")
+    assert browser.run("pos") > preempted
+    stopped = browser.run("pos")
+    browser.run("new Promise((done) => setTimeout(done, 500))")
+    assert browser.run("pos") == stopped
+
+
+def test_a_click_on_a_request_shows_its_life(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    browser.open(tight[0] + "#step=3")
+    browser.click(".card[data-request='b']")
+    text = browser.run("document.getElementById('detail').innerText")
+    assert "arrived with 8 tokens" in text
+    assert "admitted to running" in text
+    assert "block table" in text
+    later = browser.run("[...document.querySelectorAll('.hist li.later')].map((li) => li.innerText).join('\\n')")
+    assert "finished (length) with 8 tokens" in later
+    browser.key("Escape")
+    assert "Click a request" in browser.run("document.getElementById('detail').innerText")
+
+
+def test_a_click_on_a_block_shows_its_history(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    browser.open(tight[0])
+    browser.key("End")
+    browser.click(".cell[data-block='0']")
+    text = browser.run("document.getElementById('detail').innerText")
+    assert re.search(r"popped for\s+a\b", text)
+    assert re.search(r"prefix hit of\s+b\b", text)
+    assert "its contents can still be found" in text
+    browser.click(".hist li:nth-child(1) a")  # to the step in which it was popped
+    assert browser.run("pos") == 0
+
+
+def test_the_slot_of_the_token_under_the_pointer(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    """Rule K1, filled in: for every token that has a block."""
+    url, states = tight
+    browser.open(url + "#step=3&request=b")
+    table = states[3]["tables"]["b"]
+    for position in range(len(table) * 4):
+        if browser.run(f"!document.querySelector('[data-position=\"{position}\"]')"):
+            break
+        browser.hover(f"[data-position='{position}']")
+        text = browser.run("document.querySelector('.slot').innerText")
+        slot = table[position // 4] * 4 + position % 4
+        assert f"table[{position} // 4] × 4 + {position} % 4" in text
+        assert f"= {slot}\n" in text
+        assert f"{table[position // 4] * 512 + position % 4 * 128:,}" in text, "the byte, by the strides of the header"
+    assert position > 8
+
+
+def test_search(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    browser.open(tight[0])
+    for query, finds in (("b3", "Block B3"), ("a", "Request"), (HOSTILE[:9], "Request")):
+        browser.key("/")
+        browser.type(query)
+        browser.key("Enter")
+        assert finds in browser.run("document.getElementById('detail').innerText")
+    browser.key("/")
+    browser.type("preempted")
+    browser.key("Enter")
+    assert "preempted" in browser.run("document.querySelector('.hist li.now').innerText")
+    browser.key("/")
+    browser.type("step 2")
+    browser.key("Enter")
+    assert browser.run("pos") == 2
+    browser.key("/")
+    browser.type("no such thing")
+    assert browser.run("document.getElementById('results').innerText") == "Nothing found."
+    browser.key("Escape")
+
+
+def test_a_link_leads_to_the_same_picture(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    url, states = tight
+    browser.open(url)
+    for _ in range(4):
+        browser.key("ArrowRight")
+    browser.click(".card[data-request='a']")
+    browser.run("new Promise((done) => setTimeout(done, 300))")
+    link, before = browser.run("location.href"), browser.run("document.getElementById('main').innerText")
+    assert "step=4" in link
+    browser.open(link)
+    assert browser.run("document.getElementById('main').innerText") == before
+    assert shown(browser) == as_shown(states[4])
+    for strange in ("#step=99999", "#step=-1&block=x", "#request=nobody", "#block=999&engine=7", "#%%%", "#step=1e9"):
+        browser.open(url + strange)
+        assert browser.run("document.querySelectorAll('.cell').length") == 7
+
+
+def test_names_are_text_and_nothing_else(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    url, states = tight
+    browser.open(url)
+    for step in range(len(states)):
+        browser.run(f"go({step}), select({{request: {json.dumps(HOSTILE)}}})")
+        assert browser.run("document.querySelectorAll('main img, main script').length") == 0
+    assert HOSTILE in browser.run("document.body.innerText")
+
+
+@pytest.mark.parametrize(("width", "height", "phone"), [(1280, 900, False), (1024, 768, False), (390, 844, True)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_sticks_out(
+    browser: Browser, tight: tuple[str, list[dict[str, Any]]], width: int, height: int, phone: bool, dark: bool
+):
+    try:
+        browser.window(width, height, dark, phone)
+        browser.open(tight[0] + "#step=5&request=b")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        background = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == dark
+    finally:
+        browser.window(1280, 900)
+
+
+def test_p_and_d_in_two_lanes(browser: Browser, tmp_path: Path):
+    """Two engines in order of time, with the transfer between them; each lane shows its own engine."""
+    held = {}
+    for role in ("prefill", "decode"):
+        scheduler = make_scheduler(num_blocks=6 if role == "prefill" else 8, block_size=4)
+        held[role] = trace_to(tmp_path / role, scheduler, role=role)
+        scheduler.add_request(make_request("x", prompt=7, max_tokens=3))
+        driver = Driver(scheduler)
+        driver.step()
+        for state in ("sending", "done") if role == "prefill" else ("asked", "done"):
+            side = "send" if role == "prefill" else "recv"
+            scheduler.trace(Transfer("x", "tx", side, state, "9 bytes" * (state == "done")))
+        driver.run()
+    browser.open(page(tmp_path / "pd.html", tmp_path / "prefill", tmp_path / "decode"))
+    browser.key("End")
+    assert browser.run("[...document.querySelectorAll('.lane')].map((l) => l.querySelectorAll('.cell').length)") == [
+        6,
+        8,
+    ]
+    titles = browser.run("[...document.querySelectorAll('.lane .title')].map((t) => t.innerText)")
+    assert titles[0].startswith("P · prefill")
+    assert titles[1].startswith("D · decode")
+    assert "come" in browser.run("document.querySelector('[data-transfer=tx]').innerText")
+    assert browser.run("positions.length") == sum(len(states) for states in held.values())
+    assert browser.run("document.documentElement.scrollWidth") <= 1280
+    browser.click(".lane:nth-of-type(3) .card")
+    assert "engine=1" in browser.run("new Promise((done) => setTimeout(() => done(location.hash), 300))")
+
+
+@pytest.mark.slow
+def test_5000_steps(browser: Browser, tmp_path: Path):
+    """A long trace opens, every step can be reached, and what is shown is right. The times are printed."""
+    scheduler = make_scheduler(num_blocks=256, block_size=16, max_num_seqs=24, max_num_batched_tokens=256)
+    states = trace_to(tmp_path / "t.jsonl", scheduler)
+    for n in range(5100):
+        if n % 6 == 0:
+            scheduler.add_request(make_request(f"request-{n}", prompt=20 + n * 7 % 200, max_tokens=30 + n * 13 % 200))
+        output = scheduler.schedule()
+        ready = (
+            i
+            for i in output.num_scheduled_tokens
+            if scheduler.requests[i].num_computed_tokens == scheduler.requests[i].num_tokens
+        )
+        scheduler.update_from_output(output, ModelRunnerOutput(dict.fromkeys(ready, n % 1000)))
+    url = page(tmp_path / "t.html", tmp_path / "t.jsonl")
+    browser.open(url)
+    loaded = browser.run("performance.getEntriesByType('navigation')[0].domComplete")
+    times = """(async () => {
+      const frame = () => new Promise(requestAnimationFrame), times = [];
+      for (const to of %s) {
+        const start = performance.now();
+        pos = to;
+        draw();
+        await frame();
+        times.push(performance.now() - start);
+      }
+      return times.sort((a, b) => a - b);
+    })()"""
+    for what, steps in (
+        ("one by one", range(2000, 2200)),
+        ("backwards", range(4200, 4000, -1)),
+        ("anywhere", [n * 1879 % len(states) for n in range(200)]),
+    ):
+        t = browser.run(times % list(steps))
+        print(f"{what}: median {t[100]:.1f} ms, 95% {t[190]:.1f} ms, longest {t[-1]:.1f} ms a frame")
+    print(f"{Path(tmp_path / 't.html').stat().st_size / 1e6:.1f} MB, loaded in {loaded:.0f} ms")
+    for step in (0, 31, 32, 83, 84, 2500, max(states), 1):
+        browser.run(f"go({step}), draw()")
+        assert shown(browser) == as_shown(states[step])
