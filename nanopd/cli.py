@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanopd import __version__
-from nanopd.config import EngineConfig, KVTransferConfig, RouterConfig, SamplingParams, ServeConfig, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, UserError
+from nanopd.serve.config import RouterConfig, ServeConfig
 
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 LAYOUTS = ("kv_first", "blocks_first", "cross_layer")
-KVLayout = str
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INT64 = 2**63
 _MANY = 2**31 - 1
@@ -24,7 +23,7 @@ class UserError(ValueError):
     """
 
 
-def _opt(default: Any, help: str, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
+def opt(default: Any, help: str, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
     """A field that is also a command-line option, with the values it may have: a range, ends included, or a choice.
 
     Where the ends are whole numbers, so must the value be. None is allowed where it is the default.
@@ -32,8 +31,8 @@ def _opt(default: Any, help: str, low: float | None = None, high: float | None =
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
-def _check(config: Any) -> None:
-    """Raises UserError for the first field that has a value outside what its `_opt` allows."""
+def check(config: Any) -> None:
+    """Raises UserError for the first field that has a value outside what its `opt` allows."""
     for f in fields(config):
         value, low, high, choices = getattr(config, f.name), *(f.metadata[name] for name in ("low", "high", "choices"))
         if value is None and f.default is None:
@@ -52,11 +51,6 @@ def _check(config: Any) -> None:
                 )
         if allowed:
             raise UserError(f"{f.name} is {value!r}; it must be {allowed}.")
-
-
-def _check_key(api_key: str | None) -> None:
-    if api_key == "":
-        raise UserError("--api-key is empty; leave it away to let everybody in.")
 
 
 def parse_bytes(text: str) -> int:
@@ -79,31 +73,31 @@ class EngineConfig:
     and is reported when it starts.
     """
 
-    model: str | None = _opt(None, "Hugging Face directory or hub id, or a .gguf file; without it the default model.")
-    dtype: str = _opt("auto", "auto: what the checkpoint says, or float32 on a CPU without bfloat16.", choices=DTYPES)
-    block_size: int = _opt(16, "Tokens in one KV cache block.", 1, 1024)
-    num_blocks: int | None = _opt(None, "KV cache blocks; without it as many as the memory allows.", 1, _MANY)
-    kv_cache_memory: str | None = _opt(None, "Memory for the KV cache, like 4GiB; without it a share of what is free.")
-    max_model_len: int | None = _opt(None, "Most tokens of prompt + output; without it what the model knows.", 2, _MANY)
-    max_num_seqs: int = _opt(64, "Most requests that run at the same time.", 1, 65536)
-    max_num_batched_tokens: int = _opt(2048, "Token budget of one step.", 1, 2**20)
-    long_prefill_token_threshold: int = _opt(
+    model: str | None = opt(None, "Hugging Face directory or hub id, or a .gguf file; without it the default model.")
+    dtype: str = opt("auto", "auto: what the checkpoint says, or float32 on a CPU without bfloat16.", choices=DTYPES)
+    block_size: int = opt(16, "Tokens in one KV cache block.", 1, 1024)
+    num_blocks: int | None = opt(None, "KV cache blocks; without it as many as the memory allows.", 1, _MANY)
+    kv_cache_memory: str | None = opt(None, "Memory for the KV cache, like 4GiB; without it a share of what is free.")
+    max_model_len: int | None = opt(None, "Most tokens of prompt + output; without it what the model knows.", 2, _MANY)
+    max_num_seqs: int = opt(64, "Most requests that run at the same time.", 1, 65536)
+    max_num_batched_tokens: int = opt(2048, "Token budget of one step.", 1, 2**20)
+    long_prefill_token_threshold: int = opt(
         0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
     )
-    enable_prefix_caching: bool = _opt(True, "Reuse the blocks of equal prefixes.")
-    kv_layout: str | None = _opt(
+    enable_prefix_caching: bool = opt(True, "Reuse the blocks of equal prefixes.")
+    kv_layout: str | None = opt(
         None, "kv_first, blocks_first or cross_layer; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS
     )
-    attention_backend: str = _opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
-    seed: int = _opt(
+    attention_backend: str = opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
+    seed: int = opt(
         0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
     )
-    kv_load_failure_policy: str = _opt("recompute", "After a failed KV load (S10).", choices=("recompute", "fail"))
-    trace: str | None = _opt(None, "File to write a trace to: every decision, and all token ids; see nanopd trace.")
-    check_invariants: bool = _opt(False, "Check the block pool after every step (rule K10); slow.")
+    kv_load_failure_policy: str = opt("recompute", "After a failed KV load (S10).", choices=("recompute", "fail"))
+    trace: str | None = opt(None, "File to write a trace to: every decision, and all token ids; see nanopd trace.")
+    check_invariants: bool = opt(False, "Check the block pool after every step (rule K10); slow.")
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory)
 
@@ -112,66 +106,22 @@ class EngineConfig:
 class KVTransferConfig:
     """How KV blocks travel between a prefill engine (P) and a decode engine (D). Times are seconds."""
 
-    role: str | None = _opt(
+    role: str | None = opt(
         None, "prefill, decode or both; without it a single node.", choices=("prefill", "decode", "both")
     )
-    kv_host: str = _opt("127.0.0.1", "Address of this node that its peers can reach, for messages and for KV blocks.")
-    kv_port: int = _opt(8998, "Port of the side channel on which a D asks this P for blocks; 0: any.", 0, 65535)
-    kv_protocol: str = _opt("tcp", "What Mooncake moves blocks over: tcp or rdma.", choices=("tcp", "rdma"))
-    kv_device: str = _opt("", "RDMA devices, comma-separated; empty: Mooncake chooses.")
-    kv_push: str = _opt(
+    kv_host: str = opt("127.0.0.1", "Address of this node that its peers can reach, for messages and for KV blocks.")
+    kv_port: int = opt(8998, "Port of the side channel on which a D asks this P for blocks; 0: any.", 0, 65535)
+    kv_protocol: str = opt("tcp", "What Mooncake moves blocks over: tcp or rdma.", choices=("tcp", "rdma"))
+    kv_device: str = opt("", "RDMA devices, comma-separated; empty: Mooncake chooses.")
+    kv_push: str = opt(
         "whole", "Send a prompt's blocks when all are computed, or per_chunk.", choices=("whole", "per_chunk")
     )
-    kv_send_order: str = _opt("fifo", "Which send goes first: fifo or shortest.", choices=("fifo", "shortest"))
-    kv_hold_timeout: float = _opt(120.0, "How long P keeps the blocks of a prompt that no D has fetched.", 0.1, 1e6)
-    kv_load_timeout: float = _opt(60.0, "How long D waits for blocks before it computes them itself.", 0.1, 1e6)
+    kv_send_order: str = opt("fifo", "Which send goes first: fifo or shortest.", choices=("fifo", "shortest"))
+    kv_hold_timeout: float = opt(120.0, "How long P keeps the blocks of a prompt that no D has fetched.", 0.1, 1e6)
+    kv_load_timeout: float = opt(60.0, "How long D waits for blocks before it computes them itself.", 0.1, 1e6)
 
     def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """Options of the HTTP server. Times are seconds."""
-
-    host: str = _opt("127.0.0.1", "Address to listen on; 0.0.0.0: all (then set --api-key).")
-    port: int = _opt(8000, "Port to listen on; 0: any.", 0, 65535)
-    api_key: str | None = _opt(None, "Clients must send it as a bearer token; without it anyone may ask.")
-    served_model_name: str | None = _opt(None, "Name of the model in the API; without it the name of its directory.")
-    max_waiting: int = _opt(256, "Most requests beyond max_num_seqs; those above it are refused with 429.", 0, _MANY)
-    shutdown_timeout: float = _opt(30.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
-
-    def __post_init__(self) -> None:
-        _check(self)
-        _check_key(self.api_key)
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """Options of the router. Times are seconds."""
-
-    prefill: tuple[str, ...] = _opt((), "URL of a prefill node (may be given several times).")
-    decode: tuple[str, ...] = _opt((), "URL of a decode node (may be given several times); at least one.")
-    host: str = _opt("127.0.0.1", "Address to listen on; 0.0.0.0: all (then set --api-key).")
-    port: int = _opt(8000, "Port to listen on; 0: any.", 0, 65535)
-    policy: str = _opt(
-        "prefix_aware",
-        "How to choose a node: round_robin, least_loaded or prefix_aware.",
-        choices=("round_robin", "least_loaded", "prefix_aware"),
-    )
-    order: str = _opt("together", "Ask P and D together, or prefill_first.", choices=("together", "prefill_first"))
-    api_key: str | None = _opt(None, "Clients must send it as a bearer token; the nodes get it too.")
-    health_interval: float = _opt(1.0, "Between two looks at a node's /health.", 0.01, 1e6)
-    shutdown_timeout: float = _opt(10.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
-
-    def __post_init__(self) -> None:
-        _check(self)
-        _check_key(self.api_key)
-        for url in (*self.prefill, *(self.decode or ("",))):
-            if not url.startswith(("http://", "https://")):
-                raise UserError(
-                    f"{url!r} is no URL like http://127.0.0.1:8100; and there must be at least one --decode."
-                )
+        check(self)
 
 
 @dataclass(frozen=True)
@@ -182,27 +132,27 @@ class SamplingParams:
     computed from the model's raw logits (before penalties and temperature).
     """
 
-    n: int = _opt(1, "Completions for each prompt.", 1, 128)
-    temperature: float = _opt(1.0, "0 is greedy; higher is more random.", 0.0, 1e4)
-    top_p: float = _opt(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", 1e-6, 1.0)
-    top_k: int = _opt(0, "Keep only the k most probable tokens; 0 or -1: all.", -1, _MANY)
-    min_p: float = _opt(0.0, "Drop tokens less probable than this share of the best one's probability.", 0.0, 1.0)
-    seed: int | None = _opt(
+    n: int = opt(1, "Completions for each prompt.", 1, 128)
+    temperature: float = opt(1.0, "0 is greedy; higher is more random.", 0.0, 1e4)
+    top_p: float = opt(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", 1e-6, 1.0)
+    top_k: int = opt(0, "Keep only the k most probable tokens; 0 or -1: all.", -1, _MANY)
+    min_p: float = opt(0.0, "Drop tokens less probable than this share of the best one's probability.", 0.0, 1.0)
+    seed: int | None = opt(
         None, "Same seed, same tokens (up to rounding), whatever else is in the batch.", -_INT64, _INT64 - 1
     )
-    max_tokens: int = _opt(16, "Most tokens to generate.", 1, _MANY)
-    min_tokens: int = _opt(0, "No end of sequence and no stop before this many tokens.", 0, _MANY)
-    stop: tuple[str, ...] = _opt((), "Stop before this text appears (may be given several times).")
-    stop_token_ids: tuple[int, ...] = _opt((), "Stop after this token (may be given several times).")
-    ignore_eos: bool = _opt(False, "Do not stop at the end-of-sequence token.")
-    repetition_penalty: float = _opt(1.0, "Above 1: tokens of prompt and output become less likely.", 0.01, 100.0)
-    presence_penalty: float = _opt(0.0, "Above 0 makes tokens of the output less likely.", -2.0, 2.0)
-    frequency_penalty: float = _opt(0.0, "The same, times how often they appeared.", -2.0, 2.0)
-    logprobs: int | None = _opt(None, "Return the log-probabilities of this many best tokens (with --json).", 0, 100)
-    skip_special_tokens: bool = _opt(True, "Leave special tokens out of the text.")
+    max_tokens: int = opt(16, "Most tokens to generate.", 1, _MANY)
+    min_tokens: int = opt(0, "No end of sequence and no stop before this many tokens.", 0, _MANY)
+    stop: tuple[str, ...] = opt((), "Stop before this text appears (may be given several times).")
+    stop_token_ids: tuple[int, ...] = opt((), "Stop after this token (may be given several times).")
+    ignore_eos: bool = opt(False, "Do not stop at the end-of-sequence token.")
+    repetition_penalty: float = opt(1.0, "Above 1: tokens of prompt and output become less likely.", 0.01, 100.0)
+    presence_penalty: float = opt(0.0, "Above 0 makes tokens of the output less likely.", -2.0, 2.0)
+    frequency_penalty: float = opt(0.0, "The same, times how often they appeared.", -2.0, 2.0)
+    logprobs: int | None = opt(None, "Return the log-probabilities of this many best tokens (with --json).", 0, 100)
+    skip_special_tokens: bool = opt(True, "Leave special tokens out of the text.")
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
         for name, kind in (("stop", str), ("stop_token_ids", int)):  # one, or a list, is as good as a tuple
             value = getattr(self, name)
             values = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, (list, tuple)) else ()

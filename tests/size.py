@@ -1,7 +1,7 @@
 """Counts the lines of code in nanopd/: no blank lines, comments or docstrings. `make size` prints it, a test holds it.
 
 The package has to stay small enough to be read. It has two parts with a budget each: the engine, which is what the
-lessons take apart, and what stands around it: the HTTP side and the command line. No file is above 450.
+lessons take apart, and what stands around it: HTTP, traces and the command line. No file is above 450.
 """
 
 import ast
@@ -11,7 +11,7 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "nanopd"
-ENGINE_LIMIT, AROUND_LIMIT, FILE_LIMIT = 3200, 1000, 450
+ENGINE_LIMIT, AROUND_LIMIT, FILE_LIMIT = 3200, 1350, 450
 AROUND = ("__init__", "__main__", "cli", "batch", "serve", "trace")
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -29,10 +29,11 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, ServeConfig, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, UserError
 from nanopd.connector.protocol import KVTransferParams
 from nanopd.engine.llm import CompletionOutput, EngineInfo, Frontend, Logprob, Prompt, RequestOutput
 from nanopd.engine.process import EngineClient, Inspect, Outputs, State
+from nanopd.serve.config import ServeConfig
 from nanopd.serve.metrics import Metrics
 
 MAX_BODY = 8 * 2**20  # bytes

@@ -24,7 +24,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from nanopd.config import RouterConfig, UserError
+from nanopd.config import UserError
+from nanopd.serve.config import RouterConfig
 
 MAX_BODY, BODY_TIMEOUT = 8 * 2**20, 30.0  # bytes of a request, and seconds for them to come
 NODE_TIMEOUT = 5.0  # seconds to accept a connection, or to answer to /health; for a completion there is no limit

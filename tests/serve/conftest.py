@@ -22,7 +22,8 @@ _MAIN = """
 import sys
 import typer
 from nanopd import cli
-from nanopd.config import EngineConfig, KVTransferConfig, ServeConfig
+from nanopd.config import EngineConfig, KVTransferConfig
+from nanopd.serve.config import ServeConfig
 
 def serve(engine: EngineConfig, kv_transfer: KVTransferConfig, server: ServeConfig) -> None:
     from nanopd.serve import api
