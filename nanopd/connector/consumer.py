@@ -1,12 +1,13 @@
 """D's worker half: asks P for blocks, and knows when they have come or when P can no longer write into them.
 
 It has no thread: it is called at the start and the end of each step, sends without waiting and looks what has come. The
-bytes themselves arrive without it, written by P's transport. One socket for each P; the socket lives as long as its
-connection does, so a P that dies, or is not there, is seen at once and fails only its own transfers (rule P6).
+bytes themselves arrive without it, written by P's transport. There is one connection to each P. If it is lost, P may have
+died, or may live and write on: loads over it are given up, and a new connection finds out which. A P that is not there fails
+only its own transfers (rule P6).
 
     start ---> ASKED --- Done ----------------------------------> DONE
                  |------ Failed --------------------------------> FAILED     recompute
-                 '------ timeout, abort, P gone --> RECLAIMING -> FAILED     recompute at once, in other blocks; these
+                 '------ timeout, abort, loss  --> RECLAIMING -> FAILED     recompute at once, in other blocks; these
                                                                              stay out of use until P cannot write (P4)
 """
 
@@ -39,7 +40,7 @@ from nanopd.trace.events import Tracer, Transfer, ignore
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
-# After P's end of the connection is gone, bytes that its machine had sent may still be on their way into our memory.
+# When P is gone, bytes that its machine had sent may still be on their way into our memory.
 GRACE = 1.0
 
 
@@ -53,7 +54,7 @@ class Recv:
     transfer_id: str
     trace: Tracer = ignore
     state: RecvState = RecvState.ASKED
-    gone_at: float | None = None  # when P's end of the connection was found gone
+    gone_at: float | None = None  # when it was found that nobody is at P's address any more
 
     def to(self, state: RecvState, why: str = "") -> None:
         assert state in RECV_TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
