@@ -1,16 +1,72 @@
 """The command line of the lessons. `nanopd` loads this file at each start, so nothing heavy is imported up here."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nanopd.cli import config_options
-from nanopd.config import EngineConfig
+from nanopd.config import EngineConfig, UserError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `pd-demo` to the command line."""
+    """Adds `pd-demo`, `lesson` and `grade` to the command line."""
     app.command("pd-demo")(run_pd_demo)
+    app.command("lesson")(lesson)
+    app.command("grade")(grade)
+
+
+def lesson(
+    what: Annotated[str, typer.Argument(help="list, or run.")],
+    number: Annotated[str | None, typer.Argument(help="run: which lesson.", show_default=False)] = None,
+    step: Annotated[bool, typer.Option("--step", help="run: wait before each piece of code.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="list: print one JSON object a lesson.")] = False,
+) -> int:
+    """List the lessons, or run the script of one: its claims are checked while it runs."""
+    import json
+
+    from . import course
+
+    if what == "list" and number is None and not step:
+        for one in course.lessons():
+            facts = {"number": one.number, "title": one.title, "minutes": one.minutes, "path": str(one.path)}
+            print(json.dumps(facts) if as_json else f"{one.number:02}  {one.minutes:3} min  {one.title}")
+        return 0
+    if what == "run" and number is not None and not as_json:
+        return course.run(course.find(number), step)
+    raise UserError("It is lesson list [--json] or lesson run NUMBER [--step].")
+
+
+def grade(
+    number: Annotated[str, typer.Argument(help="Which lesson.")],
+    file: Annotated[Path, typer.Argument(help="The exercise, filled in.")],
+    gradescope: Annotated[
+        Path | None, typer.Option(help="Write results.json for Gradescope.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the cases' random numbers; without it drawn anew.", min=0)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a case, and a summary.")] = False,
+) -> int:
+    """Grade an exercise. Exit code 0: all points; 1: not all."""
+    import json
+    import time
+
+    from . import course, grading
+
+    start, one = time.monotonic(), course.find(number)
+    marks = grading.grade(one, file, seed)
+    got, most = sum(mark.points for mark in marks), sum(mark.case.points for mark in marks)
+    if gradescope:
+        gradescope.write_text(grading.as_gradescope(marks, time.monotonic() - start))
+    if as_json:
+        for mark in marks:
+            facts = {"case": mark.case.name, "title": mark.case.title, "points": mark.points, "of": mark.case.points}
+            print(json.dumps(facts | {"problem": mark.problem, "hint": mark.case.hint if mark.problem else None}))
+        print(json.dumps({"lesson": one.number, "points": got, "of": most}))
+    else:
+        grading.report(one, file, marks)
+    return 0 if got == most else 1
 
 
 @config_options

@@ -9,6 +9,7 @@ Nothing heavy is imported before a command needs it: `nanopd --help` must answer
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -80,15 +81,15 @@ def _options(config: type[Any]) -> list[inspect.Parameter]:
 
 def add_checkout_commands() -> None:
     """Benchmarks and lessons are not part of the engine, but in a source checkout they stand beside the package. Each
-    has a commands.py, loaded as a package of its own (another `tests` may be installed), whose `register` adds them."""
+    is a package of its own (another `tests` may be installed), with a module `commands` whose `register` adds them."""
     for folder in (CHECKOUT / "tests/bench", CHECKOUT / "lessons"):
-        name, file = f"nanopd_{folder.name}", folder / "commands.py"
-        if file.is_file() and name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
-            assert spec and spec.loader
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            module.register(app)
+        name, file = f"nanopd_{folder.name}", folder / "__init__.py"
+        if (folder / "commands.py").is_file() and f"{name}.commands" not in sys.modules:
+            if name not in sys.modules:
+                spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
+                assert spec and spec.loader
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+            importlib.import_module(f"{name}.commands").register(app)
 
 
 @app.callback(invoke_without_command=True)

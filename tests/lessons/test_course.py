@@ -1,0 +1,343 @@
+"""The lessons: their scripts hold, their texts say what is so, their exercises give the points they should."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from nanopd.cli import add_checkout_commands, app
+from nanopd_lessons import course, grading
+from nanopd_lessons.course import Lesson
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [*sorted((ROOT / "lessons").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+LESSONS = course.lessons()
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.path.name)
+each_text = pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def run_walk(path: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=os.environ)
+
+
+@each_lesson
+def test_the_claims_of_a_lesson_hold(lesson: Lesson):
+    done = run_walk(lesson.path / "walk.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = [*course.cells((lesson.path / "walk.py").read_text())]
+    assert sum(map(course.num_claims, cells)) >= 8, "a lesson that claims so little teaches little"
+    assert any(cell.kind == "markdown" for cell in cells)
+
+
+def test_a_claim_that_does_not_hold_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = (course.find("3").path / "walk.py").read_text()
+    right = "assert free_queue(scheduler.kv.pool)[-4:] == [9, 8, 7, 3]"
+    assert script.count(right) == 1
+    broken = Lesson(3, tmp_path / "03_broken")
+    broken.path.mkdir()
+    (broken.path / "README.md").write_text("# 03 Broken\n\n*5 minutes*\n")
+    (broken.path / "walk.py").write_text(script.replace(right, right.replace("[9, 8, 7, 3]", "[3, 7, 8, 9]")))
+    assert course.run(broken, step=False) == 1
+    assert "This does not hold" in (said := capsys.readouterr().out) and "[3, 7, 8, 9]" in said
+    assert run_walk(broken.path / "walk.py").returncode == 1
+
+
+def test_stepping_waits_before_each_piece_of_code():
+    command = [sys.executable, "-m", "nanopd", "lesson", "run", "03", "--step"]
+    done = subprocess.run(command, input="\n\nq\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.count("Enter: run it") == 3
+    assert "A pool of numbers" in done.stdout and "The drawing, re-enacted" not in done.stdout
+
+
+# ---------------------------------------------------------------- texts
+
+
+@each_lesson
+def test_a_lesson_is_complete(lesson: Lesson):
+    files = {"README.md", "walk.py", "exercise.py", "solution.py", "test_exercise.py"}
+    assert files <= {path.name for path in lesson.path.iterdir()}
+    assert re.fullmatch(r"# \d\d .+", lesson.text.splitlines()[0]) and lesson.minutes > 0
+    for heading in (
+        "The question",
+        "The picture",
+        "The idea",
+        "The code",
+        "Try it",
+        "What goes wrong in production",
+        "Exercise",
+    ):
+        assert f"\n## {heading}" in lesson.text, f"no section {heading!r}"
+    assert str(lesson.number).zfill(2) == lesson.path.name[:2]
+
+
+def prose(text: str) -> str:
+    """Without fenced blocks, link targets and names in backticks."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"`[^`]*`", "", re.sub(r"\]\([^)]*\)", "]", text))
+
+
+@each_lesson
+def test_numbers_of_a_text_are_in_its_script(lesson: Lesson):
+    """Three digits and more, or with a decimal point: a figure that the script must have computed or asserted. Not those
+    of reports (#123, CVE-2025-1, years)."""
+    reports = r"(#|issue |issues |PR |pull request |CVE-\d+-|arXiv:|sm_|gfx|vLLM |SGLang |Python )\d[\d.,]*"
+    text = re.sub(reports, "", prose(lesson.text))
+    script = re.sub(r"[_,](?=\d{3})", "", (lesson.path / "walk.py").read_text())
+    for number in re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-])", text):
+        plain = number.replace(",", "")
+        if (len(plain.partition(".")[0]) >= 3 or "." in plain) and not re.fullmatch(r"20[12]\d", plain):
+            assert re.search(rf"(?<![\d.]){re.escape(plain)}(?!\d)", script), f"{number} is not in walk.py"
+
+
+@each_text
+def test_links_lead_somewhere(text: Path):
+    for label, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text.read_text()):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (text.parent / name).resolve() if name else text
+        assert file.exists(), f"{label}: {target} is not there"
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{target}: no such heading"
+        symbol = re.fullmatch(r"`?([A-Za-z_][\w.]*?)(\(\))?`?", label)
+        if file.suffix == ".py" and symbol and not symbol[1].endswith(".py"):
+            assert_defined(file, symbol[1])
+
+
+def assert_defined(file: Path, dotted: str) -> None:
+    """`Class.method`, a function, a class, or a name assigned in a module or class."""
+    scope: list[ast.stmt] = ast.parse(file.read_text()).body
+    for part in dotted.split("."):
+        found = None
+        for node in scope:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if part in (getattr(node, "name", None), *(getattr(t, "id", None) for t in targets)):
+                found = node
+        assert found is not None, f"{file.name} has no {dotted}"
+        scope = getattr(found, "body", [])
+
+
+@each_text
+def test_commands_exist(text: Path):
+    """Each `nanopd …` of a code block names a command and options that there are."""
+    add_checkout_commands()
+    root = typer.main.get_command(app)
+    for block in re.findall(r"```(?:sh|console|bash)?\n(.*?)```", text.read_text(), re.DOTALL):
+        for line in re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(nanopd .*)$", block, re.MULTILINE):
+            words = re.sub(r"\s#.*$", "", line).split()[1:]
+            command, options = root, set[str]()
+            while True:
+                options |= {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+                known = isinstance(command, click.Group) or hasattr(command, "commands")
+                name = next((w for w in words if not w.startswith("-")), None) if known else None
+                if name is None:
+                    break
+                assert name in command.commands, f"{line!r}: no command {name}"
+                command, words = command.commands[name], words[words.index(name) + 1 :]
+            for word in words:
+                if word.startswith("--"):
+                    assert word.partition("=")[0] in options, f"{line!r}: no option {word}"
+
+
+def bold_terms(text: str) -> list[str]:
+    return re.findall(r"\*\*([^*\n]+)\*\*", prose(text).replace("\n", " "))
+
+
+def test_terms_are_introduced_once_and_explained():
+    """Bold in a lesson: a new word. It is so in one lesson only, and the glossary has it and says where it came up."""
+    glossary = (ROOT / "lessons/glossary.md").read_text()
+    entries = dict(re.findall(r"^- \*\*(.+?)\*\*:? (.*)$", glossary, re.MULTILINE))
+    introduced: dict[str, str] = {}
+    for lesson in LESSONS:
+        for term in bold_terms(lesson.text):
+            if re.fullmatch(r"[A-Z]\d+", term):
+                continue  # a rule
+            key = term.lower().strip(".:,")
+            assert key not in introduced, f"{term!r} is introduced in {introduced[key]} and in {lesson.path.name}"
+            introduced[key] = lesson.path.name
+            assert key in {name.lower() for name in entries}, f"{term!r} of {lesson.path.name} is not in the glossary"
+            about = next(about for name, about in entries.items() if name.lower() == key)
+            assert f"{lesson.number:02}" in about, (
+                f"the glossary does not say that {term!r} comes up in {lesson.path.name}"
+            )
+
+
+# ---------------------------------------------------------------- exercises
+
+
+@each_lesson
+def test_exercises_give_the_points_they_should(lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The stub says what is missing, the solution gets everything, and each of at least 5 wrong ones loses points."""
+    monkeypatch.setenv("NANOPD_LESSON_MODEL", "tiny")
+    wrong = importlib.import_module(f"tests.lessons.wrong.lesson_{lesson.number:02}").WRONG
+    assert len(wrong) >= 5
+    solution = (lesson.path / "solution.py").read_text()
+    files = [lesson.path / "exercise.py", lesson.path / "solution.py", lesson.path / "solution.py"]
+    for i, (name, replacements) in enumerate(wrong.items()):
+        source = solution
+        for old, new in replacements:
+            assert source.count(old) == 1, f"{name}: {old!r} occurs {source.count(old)} times"
+            source = source.replace(old, new)
+        files.append(tmp_path / f"wrong_{i}.py")
+        files[-1].write_text(source)
+    cases = grading.cases_of(lesson.path)
+    assert len(cases) >= 4 and all(one.hint and one.title != one.name for one in cases)
+    stub, expected, again, *answers = grading.run_cases(lesson, files, seed=1, cases=cases)
+    for one in cases:
+        problem = grading.judge(again[one.name], expected[one.name])
+        assert problem is None, f"the solution is not the same twice: {one.name}: {problem}"
+    problems = [grading.judge(stub[one.name], expected[one.name]) for one in cases]
+    assert all(problems), f"the stub passes {[one.name for one, p in zip(cases, problems) if not p]}"
+    assert any("not written yet" in str(problem) for problem in problems)
+    for name, answer in zip(wrong, answers):
+        lost = [one for one in cases if grading.judge(answer[one.name], expected[one.name])]
+        assert lost, f"{name!r} gets full marks"
+
+
+def test_grade_on_the_command_line(tmp_path: Path):
+    """Full marks with the default or a tiny model, exit code 0; results for Gradescope; a mistake is exit code 1 or 2."""
+    solution = course.find("3").path / "solution.py"
+    command = [sys.executable, "-m", "nanopd", "grade", "03"]
+    environment = os.environ | {"NANOPD_LESSON_MODEL": "tiny"}
+
+    def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
+        words = [*command, *map(str, arguments)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+
+    done = run(solution, "--json", "--seed", 5, "--gradescope", tmp_path / "results.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *cases, summary = map(json.loads, done.stdout.splitlines())
+    assert summary["points"] == summary["of"] == sum(one["points"] for one in cases) > 10
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["score"] == summary["of"] and all(
+        t["status"] == "passed" and t["max_score"] for t in results["tests"]
+    )
+
+    (tmp_path / "mine.py").write_text(solution.read_text().replace("self.free_queue.append(freed)", "pass"))
+    done = run(tmp_path / "mine.py", "--gradescope", tmp_path / "results.json")
+    assert done.returncode == 1 and "Hint:" in done.stdout and "free queue" in done.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert 0 < results["score"] < summary["of"] and any(
+        t["status"] == "failed" and t["output"] for t in results["tests"]
+    )
+
+    for arguments, said in ((("none.py",), "no file"), (("--seed", "-1", solution), "seed")):
+        done = run(*arguments)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+SMALL_LESSON = {
+    "exercise.py": "from random import Random\ndef answer(n): raise NotImplementedError('answer')\n",
+    "solution.py": "def answer(n): return n + 1\n",
+    "test_exercise.py": """
+from nanopd_lessons.grading import case
+@case(points=2, hint="count")
+def test_one(student, random):
+    return {"answer": student.answer(random.randint(1, 10**9))}
+@case(points=1, hint="count")
+def test_free(student, random):
+    return [student.answer(i) for i in range(3)]
+""",
+}
+
+
+def marks_of(tmp_path: Path, source: str) -> list[grading.Mark]:
+    """What somebody's file gets in a lesson made for this."""
+    lesson = Lesson(99, tmp_path / "99_small")
+    lesson.path.mkdir()
+    for name, text in SMALL_LESSON.items():
+        (lesson.path / name).write_text(text)
+    (tmp_path / "mine.py").write_text(source)
+    return grading.grade(lesson, tmp_path / "mine.py", seed=3, most_seconds=2)
+
+
+def test_the_small_lesson_can_be_passed(tmp_path: Path):
+    assert [mark.points for mark in marks_of(tmp_path, SMALL_LESSON["solution.py"])] == [2, 1]
+
+
+HOSTILE = {
+    "loops": "while True: pass",
+    "loops and cannot be stopped": """
+import signal
+for number in (14, 15):
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    try:
+        while True: pass
+    except BaseException: pass
+""",
+    "ends the process": "import os; os._exit(0)",
+    "raises SystemExit": "raise SystemExit(0)",
+    "eats memory": "x = [bytearray(2**28) for _ in range(1000)]",
+    "recurses": "def f(): f()\nf()",
+    "floods the output": "while True: print('x' * 10**6)",
+    "is not Python": "def (",
+    "is binary": "\x00\x01",
+    "patches the grader": """
+import sys
+for module in list(sys.modules.values()):
+    for name in ("difference", "judge", "_try", "_play"):
+        if hasattr(module, name): setattr(module, name, lambda *a: {"data": {}})
+""",
+    "writes results itself": """
+import os
+for fd in range(3, 30):
+    try: os.write(fd, b'{"file": 0, "case": "test_free", "data": {}}\\n')
+    except OSError: pass
+""",
+    "imports the answer": "from nanopd.core.block_pool import BlockPool",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_submissions_get_nothing(name: str, tmp_path: Path):
+    """... and take no longer than the cases' limits, here two seconds each."""
+    marks = marks_of(tmp_path, HOSTILE[name])
+    assert marks and all(mark.points == 0 and mark.problem for mark in marks)
+
+
+@pytest.mark.skipif(grading.sandbox.isolation() is not None, reason="this system has no namespaces or no Landlock")
+def test_a_submission_reaches_nothing_outside(tmp_path: Path):
+    """It cannot write outside its scratch, signal the grader, see processes, use the network, or leave anything behind."""
+    victim = tmp_path / "victim.txt"
+    victim.write_text("whole")
+    target = tmp_path / "99_small"
+    marks = marks_of(
+        tmp_path,
+        f"""
+import os, socket, subprocess, sys
+found = []
+def attempt(what, do):
+    try: do(); found.append(what)
+    except BaseException: pass
+attempt("write a file", lambda: open({str(victim)!r}, "w"))
+attempt("change the grader", lambda: open({str(target / "test_exercise.py")!r}, "a"))
+attempt("make a file", lambda: open({str(tmp_path / "new")!r}, "w"))
+attempt("delete", lambda: os.unlink({str(victim)!r}))
+attempt("rename", lambda: os.rename({str(victim)!r}, {str(tmp_path / "other")!r}))
+attempt("kill the grader", lambda: os.kill({os.getpid()}, 0))
+attempt("network", lambda: socket.create_connection(("127.0.0.1", 22), 1))
+attempt("see processes", lambda: [os.kill(int(p), 0) for p in os.listdir("/proc") if p.isdigit() and int(p) > 300][0])
+open(os.path.join(os.environ["HOME"], "own"), "w").write("its own scratch")
+subprocess.Popen([sys.executable, "-c", "import os, time\\nos.setsid()\\ntime.sleep(4321)"])
+raise RuntimeError("reached: " + ", ".join(found))
+""",
+    )
+    for mark in marks:
+        assert "RuntimeError: reached: ," in str(mark.problem), mark.problem
+    assert victim.read_text() == "whole"
+    left = subprocess.run(["pgrep", "-f", "sleep.4321"], capture_output=True, text=True).stdout
+    assert not left.strip(), left
