@@ -100,6 +100,7 @@ def run(lesson: Lesson, step: bool) -> int:
     Returns 0, or 1 when a claim does not hold.
     """
     path = lesson.path / "walk.py"
+    sys.path.insert(0, str(lesson.path))
     script = path.read_text()
     module = ModuleType("__main__")  # where the script's names live, as if it had been started itself
     module.__file__ = str(path)
@@ -118,6 +119,8 @@ def run(lesson: Lesson, step: bool) -> int:
             return 0
         try:
             exec(compile("\n" * (cell.line - 1) + cell.source, str(path), "exec"), module.__dict__)
+        except SystemExit:  # it has said why it cannot go on here
+            break
         except AssertionError as error:
             at = traceback.extract_tb(error.__traceback__)
             where = next((f for f in reversed(at) if f.filename == str(path)), at[-1])

@@ -49,6 +49,7 @@ from .show import console
 
 MEMORY = 6 * 2**30  # bytes of address space; an imported torch takes almost 2
 MAX_RESULT = 2**20  # bytes that a case may return
+MOST_LATE = 2  # cases that run out of time, then the others are not played: nobody likes to wait for loops
 LOADING = 60.0  # seconds to import a lesson's cases, and torch where they need it
 
 
@@ -141,7 +142,7 @@ def main(directory: str, scratch: str, seed: str, most_seconds: str, result_fd: 
     A case is played in a fork: what it does to the modules, or how it dies, is nothing to the next.
     """
     out = int(result_fd)
-    sys.path[:] = [p for p in sys.path if p]
+    sys.path.insert(0, directory)  # for modules that a lesson's files share
     cases = cases_of(Path(directory))
     if any(one.play.__globals__.get("generate") for one in cases):
         import nanopd.engine.core  # noqa: F401 (once for all cases: torch takes seconds)

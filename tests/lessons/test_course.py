@@ -195,7 +195,8 @@ def test_exercises_give_the_points_they_should(lesson: Lesson, tmp_path: Path, m
         files[-1].write_text(source)
     cases = grading.cases_of(lesson.path)
     assert len(cases) >= 4 and all(one.hint and one.title != one.name for one in cases)
-    stub, expected, again, *answers = grading.run_cases(lesson, files, seed=1, cases=cases)
+    stub, expected, again = grading.run_cases(lesson, files[:3], seed=1, cases=cases)
+    answers = grading.run_cases(lesson, files[3:], seed=1, cases=cases, most_seconds=4)  # some loop
     for one in cases:
         problem = grading.judge(again[one.name], expected[one.name])
         assert problem is None, f"the solution is not the same twice: {one.name}: {problem}"
