@@ -35,30 +35,34 @@ def draw() -> Picture:
     p.box(
         16, 190, "`getBatchTransferStatus`: polls until all slices are done, or the batch has failed", 560, 34, "good"
     )
-    p.group(0, 270, 950, 262, "worker pool of one NIC (there is one for each)")
+    p.group(0, 270, 950, 308, "worker pool of one NIC (there is one for each)")
     p.text(16, 322, "slice queue, 8 shards")
-    shards = p.cells(16, 340, [(f"shard {i}", "plain") for i in range(8)], 70, 34, gap=4)
-    p.group(10, 334, 604, 46)
-    threads = [p.box(60 + i * 300, 420, f"`transferWorker` thread {i}", 230, 40, "b") for i in range(2)]
-    for i, thread in enumerate(threads):
-        p.arrow(
-            Point(shards[4 * i + 1].r().x + 2, 380), Point(shards[4 * i + 1].r().x + 2, 420), "its half of the shards"
-        )
-        assert thread.rect.x0 < shards[4 * i + 1].r().x < thread.rect.x1
+    shards = p.cells(20, 340, [(f"shard {i}", "plain") for i in range(8)], 70, 34, gap=4)
+    p.group(14, 334, 600, 46)
+    p.group(50, 414, 540, 56)
+    for i in range(2):
+        p.box(64 + i * 270, 422, f"`transferWorker` thread {i}", 242, 40, "b")
+        x = shards[4 * i + 1].r().x + 2
+        p.arrow(Point(x, 380), Point(x, 414), "its half of the shards")
     p.text(
-        16, 480, "each thread, in turns: `performPostSend` as many slices as the queue pair has room for,", kind="soft"
+        16,
+        494,
+        "each thread, in turns: `performPostSend`, as many slices as its queue pair has room\n"
+        "for; then `performPollCq`: what is done counts for its batch",
+        kind="soft",
     )
-    p.text(16, 499, "then `performPollCq`: what is done counts for its batch, what failed is tried again", kind="soft")
-    qp = p.box(690, 320, "2 queue pairs (QP),\n512 work requests (WR) each", 236, 56, "warn")
-    cq = p.box(690, 420, "1 completion queue (CQ)", 236, 40, "warn")
-    p.arrow(threads[1].r(0.25), qp.l(), "post", "-|-", bend=650, on=0)
-    p.arrow(cq.l(0.7), threads[1].r(0.7), "poll", side="below")
-    p.arrow(qp.b(), cq.t(), "completions")
-    p.box(690, 480, "NIC: one-sided RDMA write", 236, 38, "d")
+    p.box(16, 530, "a failed slice: counts against this NIC, goes on to the next best NIC's queue", 574, 34, "bad")
+    qp = p.box(700, 302, "2 queue pairs (QP),\n512 work requests (WR) each:\n`ibv_post_send`", 232, 74, "warn")
+    nic = p.box(700, 404, "NIC: one-sided RDMA write", 232, 40, "d")
+    cq = p.box(700, 478, "1 completion queue (CQ):\n`ibv_poll_cq`", 232, 54, "warn")
+    p.arrow(Point(590, 430), qp.l(), "post", "-|-", bend=650, on=0)
+    p.arrow(qp.b(), nic.t())
+    p.arrow(nic.b(), cq.t())
+    p.arrow(cq.l(), Point(590, 456), "poll", "-|-", bend=650, on=2, side="below")
     p.arrow(Point(900, 130), Point(900, 270), "slices", side="left")
     p.text(
         0,
-        556,
+        604,
         "A slice that fails counts against its NIC and goes to the next best one; a NIC that fails too often is left "
         "out for a while; the\n"
         "batch fails when no NIC is left. Over TCP (what we run by default) there are no NICs to choose from, and "

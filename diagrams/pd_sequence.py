@@ -17,12 +17,12 @@ def draw() -> Picture:
     s = Sequences(
         p,
         [
-            ("client", 30, "plain"),
-            ("router", 160, "plain"),
-            ("P: scheduler\nand worker", 410, "a"),
-            ("P: connector\n`Producer`", 600, "a"),
-            ("D: connector\n`Consumer`", 760, "b"),
-            ("D: scheduler", 890, "b"),
+            ("client", 28, "plain"),
+            ("router", 126, "plain"),
+            ("P: scheduler\nand worker", 358, "a"),
+            ("P: connector\n`Producer`", 532, "a"),
+            ("D: connector\n`Consumer`", 735, "b"),
+            ("D: scheduler", 888, "b"),
         ],
     )
     s.say(0, 1, "prompt")
@@ -41,7 +41,7 @@ def draw() -> Picture:
     s.y -= 30
     s.say(4, 5, "`finished_recving`")
     s.note(5, "hash table (K8),\npromoted (S5)", "good")
-    s.frame("decode", 0, 5, left=30, right=58)
+    s.frame("decode", 0, 5, left=28, right=58)
     s.say(5, 0, "tokens, through the router", dashed=True)
     s.end()
     s.finish()

@@ -70,6 +70,7 @@ def draw() -> Picture:
         y + 68,
         [
             ("a", "held by a"),
+            ("b", "held by b"),
             ("accent", "held by a, found by its hash"),
             ("cached", "free, can still be found by its hash"),
         ],
@@ -95,7 +96,8 @@ def _free_queue(p: Picture, x: float, y: float, state: State) -> None:
     label = p.text(x, y, "`free_queue`", kind="soft")
     order = state.kv.pool.free_queue.in_order()
     if not order:
-        p.text(x, y + 32, "empty", kind="soft")
+        p.text(label.x1 + 6, y, "is empty; block table of b", kind="soft")
+        p.cells(x, y + 16, [(f"B{i}", "b") for i in state.kv.get_block_ids("b")], 44, 32)
         return
     p.text(label.x1 + 14, y, "head first", kind="soft")
     p.cells(x, y + 16, [(f"B{b.block_id}", "cached" if b.block_hash else "free") for b in order], 38, 32, gap=3)
