@@ -53,6 +53,10 @@ KINDS = {
     "b": ("b", "b-line", "ink", False),
     "c": ("c", "c-line", "ink", False),
     "d": ("d", "d-line", "ink", False),
+    "a old": ("bg", "a-line", "ink", False),  # theirs as well, from an earlier step, or less of it
+    "b old": ("bg", "b-line", "ink", False),
+    "c old": ("bg", "c-line", "ink", False),
+    "d old": ("bg", "d-line", "ink", False),
     "free": ("bg", "line", "soft", False),  # a block that nobody holds and nobody can find
     "cached": ("bg", "soft", "soft", True),  # a block that nobody holds, and that can still be found
     "accent": ("accent", "accent-line", "ink", False),  # what the picture is about; a hit
@@ -430,7 +434,7 @@ class Picture:
         tick = -5 if below else 5
         self.line(Point(x0, y + tick), Point(x0, y), Point(x1, y), Point(x1, y + tick), kind=kind)
         extra = (len(label.split("\n")) - 1) * LINE
-        self.text((x0 + x1) / 2, y + 13 if below else y - 13 - extra, label, "middle", kind)
+        self.text((x0 + x1) / 2, y + 13 if below else y - 13 - extra, label, "middle", "soft")
 
     def rule(self, x: float, y: float, name: str) -> Box:
         """The name of a rule of lessons/rules.md; x, y is the middle of its left edge."""
@@ -497,8 +501,14 @@ class Picture:
         if w > MAX_WIDTH:
             raise DrawingError(f"{self.title}: {w:.0f} pixels wide, at most {MAX_WIDTH} are allowed")
         light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PALETTE.items()) for i in (0, 1))
-        used = sorted({name for _, part in self._out for name in PALETTE if f"f-{name}" in part or f"s-{name}" in part})
-        classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in used)
+        used = sorted(
+            {"bg"} | {name for _, part in self._out for name in PALETTE if f"f-{name}" in part or f"s-{name}" in part}
+        )
+        classes = "".join(  # the plain colour first, for programs that do not know variables
+            f".f-{name}{{fill:{PALETTE[name][0]};fill:var(--{name})}}"
+            f".s-{name}{{stroke:{PALETTE[name][0]};stroke:var(--{name})}}\n"
+            for name in used
+        )
         body = "\n".join(part for _, part in sorted(self._out, key=lambda item: item[0]))
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{_n(x)} {_n(y)} {_n(w)} {_n(h)}" width="{_n(w)}" '
@@ -507,7 +517,7 @@ class Picture:
             f"<style>\nsvg{{{light}color-scheme:light dark}}\n@media (prefers-color-scheme: dark){{svg{{{dark}}}}}\n"
             f'text{{font:{SIZE}px "Helvetica Neue",Helvetica,Arial,"Liberation Sans",sans-serif}}\n'
             '.k{font-weight:bold}\n.m{font-family:Menlo,Consolas,"Liberation Mono","DejaVu Sans Mono",monospace}\n'
-            f".f-none{{fill:none}}.f-bg{{fill:var(--bg)}}{classes}\n</style>\n"
+            f".f-none{{fill:none}}\n{classes}</style>\n"
             f'<rect class="f-bg" x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}" rx="8"/>\n{body}\n</svg>\n'
         )
 

@@ -42,8 +42,8 @@ def draw() -> Picture:
     p.group(50, 414, 540, 56)
     for i in range(2):
         p.box(64 + i * 270, 422, f"`transferWorker` thread {i}", 242, 40, "b")
-        x = shards[4 * i + 1].r().x + 2
-        p.arrow(Point(x, 380), Point(x, 414), "its half of the shards")
+        middle = shards[4 * i + 1].r().x + 2
+        p.arrow(Point(middle, 380), Point(middle, 414), "its half of the shards")
     p.text(
         16,
         494,

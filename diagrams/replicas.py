@@ -22,23 +22,19 @@ def draw() -> Picture:
         box = p.box(400, i * 58, f"{name}: server, engine core", 230, 42, kind)
         boxes.append(box)
         p.arrow(router.r(), box.l(), way="-|-", bend=340)
-    p.arrow(
-        boxes[1].r(), boxes[3].r(), "KV blocks, P to D\n(one pair of many)".replace("\\\n", "\n"), "-|-", bend=660, on=1
-    )
+    p.arrow(boxes[1].r(), boxes[3].r(), "KV blocks, P to D\n(one pair of many)", "-|-", bend=660, on=1)
     p.table(
         0,
         250,
         [
-            ["policy", "what it costs and saves (`POLICIES`)"],
-            *(
-                [
-                    f"`{name}`",
-                    f"{load:g} for each request in flight, {prefix:g} x share of the prompt that the node has seen",
-                ]
-                for name, (load, prefix) in POLICIES.items()
-            ),
+            [
+                "policy",
+                "a node costs, for each request in flight",
+                "and saves, times the share of the prompt that it has seen",
+            ],
+            *([f"`{name}`", f"{load:g}", f"{prefix:g}"] for name, (load, prefix) in POLICIES.items()),
         ],
-        (180, 560),
+        (160, 320, 420),
     )
     y = 400
     p.text(
@@ -52,14 +48,7 @@ def draw() -> Picture:
         p.group(x, y + 20, 450, 160, f"replica {n}, TP = 2")
         core = p.box(x + 16, y + 58, f"engine core {n}", 130, 44, "accent")
         gpus = [
-            p.box(
-                x + 250,
-                y + 52 + k * 66,
-                f"GPU {2 * n + k}: part of\neach layer and its KV".replace("\\\n", "\n"),
-                180,
-                48,
-                "c",
-            )
+            p.box(x + 250, y + 52 + k * 66, f"GPU {2 * n + k}: part of\neach layer and its KV", 180, 48, "c")
             for k in (0, 1)
         ]
         for gpu in gpus:

@@ -80,11 +80,14 @@ def draw() -> Picture:
         p.cells(
             x,
             y + 14,
-            [(str(s), mine.get(s) or ("plain" if s in there else "free")) for s in range(first, first + BLOCK_SIZE)],
+            [
+                (str(s), mine.get(s) or (f"{there[s]} old" if s in there else "free"))
+                for s in range(first, first + BLOCK_SIZE)
+            ],
             24,
             30,
         )
     p.legend(
-        0, y + 68, [("a", "written in this step for a"), ("b", "for b"), ("plain", "written before"), ("free", "empty")]
+        0, y + 68, [("a", "written in this step for a"), ("b", "for b"), ("a old", "written before"), ("free", "empty")]
     )
     return p

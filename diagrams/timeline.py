@@ -43,7 +43,7 @@ def draw() -> Picture:
                         f"{first}-{first + n - 1}" if n > 1 else f"{first}",
                         w - 4,
                         34,
-                        name if prefill else "plain",
+                        name if prefill else f"{name} old",
                     )
     y, unit = 20 + len(lengths) * 46 + 24, 8
     p.text(0, y + 20, "budget used")
@@ -60,7 +60,7 @@ def draw() -> Picture:
     p.legend(
         x0,
         y + BUDGET * unit + 24,
-        [("a", "prompt tokens, by position: a prefill or a chunk of one"), ("plain", "one output token: a decode")],
+        [("a", "prompt tokens, by position: a prefill or a chunk of one"), ("a old", "one output token: a decode")],
     )
     p.text(
         0,
