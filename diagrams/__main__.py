@@ -47,7 +47,7 @@ def build_all() -> dict[str, str]:
 
 def stale(files: dict[str, str]) -> list[str]:
     """Files that are not as they should be, and pictures without a source."""
-    wrong = [f for f, text in files.items() if not (HERE / f).exists() or (HERE / f).read_text() != text]
+    wrong = [f for f, text in files.items() if not (HERE / f).exists() or (HERE / f).read_text("utf-8") != text]
     return sorted(wrong + [path.name for path in HERE.glob("*.svg") if path.name not in files])
 
 
@@ -55,7 +55,7 @@ def main() -> int:
     """Exit code 1: something is stale (with --check)."""
     if only := [arg for arg in sys.argv[1:] if not arg.startswith("-")]:
         for name in only:
-            (HERE / f"{name}.svg").write_text(build(name).svg())
+            (HERE / f"{name}.svg").write_text(build(name).svg(), "utf-8")
         return 0
     files = build_all()
     wrong = stale(files)
@@ -64,7 +64,7 @@ def main() -> int:
         return bool(wrong)
     for name in wrong:
         if name in files:
-            (HERE / name).write_text(files[name])
+            (HERE / name).write_text(files[name], "utf-8")
         else:
             (HERE / name).unlink()
         print(name)

@@ -20,7 +20,7 @@ def draw() -> Picture:
         ("kv_store", "_store_kv_kernel"),
         ("paged_attention", "_attention_kernel"),
     ):
-        assert f"def {kernel}(" in (folder / f"{file}.py").read_text()
+        assert f"def {kernel}(" in (folder / f"{file}.py").read_text("utf-8")
     # 1: slot mapping
     p.group(0, 0, 950, 168, "`_slot_mapping_kernel`: program r = request r")
     program = p.box(400, 70, "program 1\nof [R]", 130, 60, "accent")

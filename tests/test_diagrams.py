@@ -26,7 +26,7 @@ def test_every_source_has_a_picture_and_every_picture_a_source():
 
 @pytest.mark.parametrize("name", diagrams.names())
 def test_a_picture_is_readable(name: str):
-    text = (ROOT / f"diagrams/{name}.svg").read_text()
+    text = (ROOT / f"diagrams/{name}.svg").read_text("utf-8")
     root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg" and root.get("role") == "img" and root.get("viewBox")
     for tag in ("title", "desc"):
@@ -41,7 +41,7 @@ def test_a_picture_is_readable(name: str):
 def test_the_pictures_that_readme_and_lessons_show_are_there():
     used: dict[str, Path] = {}
     for page in [ROOT / "README.md", *(ROOT / "lessons").rglob("*.md")]:
-        used |= dict.fromkeys(re.findall(r"diagrams/(\w+)\.svg", page.read_text()), page)
+        used |= dict.fromkeys(re.findall(r"diagrams/(\w+)\.svg", page.read_text("utf-8")), page)
     missing = {name: str(page) for name, page in used.items() if name not in diagrams.names()}
     assert not missing
     assert used, "not even the README shows one"
