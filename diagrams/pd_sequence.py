@@ -48,7 +48,7 @@ def draw() -> Picture:
     p.text(
         0,
         s.y + 34,
-        "The Pull may come before, during or after the prefill. Its sender waits for at most `kv_load_timeout`, P "
+        "The Pull may come before, during or after the prefill. D waits for at most `kv_load_timeout`, P "
         "holds blocks for at\n"
         "most `kv_hold_timeout` (P3). The bytes are one-sided: Mooncake writes, D's program takes no part in it.",
         kind="soft",

@@ -9,8 +9,8 @@ def draw() -> Picture:
     """Tokens, blocks, hashes, table; then what two other prompts find."""
     p = Picture(
         "A hash names a block and all that comes before it",
-        "Each full block's hash covers its tokens and the hash before it, so equal hashes mean equal prefixes; a "
-        "prompt that differs in its second block finds the first only. Hashes from hash_block, blocks from a real "
+        "Each full block's hash covers its tokens and the hash before it, so equal hashes mean equal prefixes; a prompt "
+        "that differs in its fourth block finds the first three. Hashes from hash_block, blocks from a real "
         "KVCacheManager.",
         "nanopd/core/kv_cache.py: hash_block, get_computed_blocks",
     )
