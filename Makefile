@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 EXTRA  := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pd-demo test test-slow test-gpu check format size bench clean
+.PHONY: help setup demo pd-demo test test-slow test-gpu check format size bench diagrams clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,7 +40,7 @@ test-gpu: setup ## Run the tests that need a CUDA device
 check: setup ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy nanopd tests/bench lessons
+	$(BIN)/mypy nanopd tests/bench lessons diagrams
 
 format: setup ## Format the code
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -51,6 +51,9 @@ size: ## Count the lines of code of the package
 bench: setup ## Measure the scheduler and the engine on this machine
 	$(BIN)/nanopd bench scheduler
 	$(BIN)/nanopd bench offline
+
+diagrams: setup ## Draw the pictures in diagrams/ again
+	$(BIN)/python -m diagrams
 
 clean: ## Remove what make and the tools made (not the model cache)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

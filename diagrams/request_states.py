@@ -1,0 +1,47 @@
+"""The states of a request, from the table that the engine itself goes by."""
+
+from diagrams.drawing import Picture, Route, states
+from nanopd.request import _CUT_SHORT, TRANSITIONS
+from nanopd.request import RequestStatus as S
+
+
+def draw() -> Picture:
+    """Four states before the end, two good ends, two that cut it short."""
+    p = Picture(
+        "The states of a request",
+        "Every legal transition between the states of a request, from nanopd.request.TRANSITIONS; anything else "
+        "raises.",
+        "nanopd/request.py: TRANSITIONS",
+    )
+    places = {
+        S.WAITING: (210, 64, "plain"),
+        S.RUNNING: (560, 64, "a"),
+        S.WAITING_FOR_REMOTE_KVS: (210, 214, "warn"),
+        S.PREEMPTED: (560, 214, "plain"),
+        S.FINISHED_STOPPED: (850, 8, "good"),
+        S.FINISHED_LENGTH: (850, 57, "good"),
+        S.FINISHED_ABORTED: (280, 346, "bad"),
+        S.FINISHED_ERROR: (510, 346, "bad"),
+    }
+    cut = p.group(40, 296, 740, 82, "cut short: client gone, or an error, at any time")
+    cut_short = "cut short"
+    routes: dict[tuple[S, S | str], Route] = {
+        (S.WAITING, S.RUNNING): Route("r", "l", "scheduled (S4)"),
+        (S.WAITING, S.WAITING_FOR_REMOTE_KVS): Route("b.3", "t.39", "remote hit:\nwaits (S5)", {"side": "left"}),
+        (S.WAITING_FOR_REMOTE_KVS, S.WAITING): Route("t.61", "b.7", "data is there (S5),\nor given up (S10)"),
+        (S.RUNNING, S.PREEMPTED): Route("b.3", "t.34", "no block left (S3)", {"side": "left"}),
+        (S.PREEMPTED, S.RUNNING): Route("t.66", "b.7", "comes back (S4)"),
+        (S.PREEMPTED, S.WAITING_FOR_REMOTE_KVS): Route("l", "r", "loads again (S5)"),
+        (S.RUNNING, S.FINISHED_STOPPED): Route("r.3", "l", "end token", {"way": "-|-", "bend": 652, "on": 2}),
+        (S.RUNNING, S.FINISHED_LENGTH): Route("r.3", "l", "length", {"at": 0.72}),
+    }
+    ways = {
+        S.WAITING: ("l", f"t{(52 - 40) / 740}", {"way": "-|"}),
+        S.RUNNING: ("r.8", f"t{(730 - 40) / 740}", {"way": "-|"}),
+        S.WAITING_FOR_REMOTE_KVS: ("b", f"t{(210 - 40) / 740}", {}),
+        S.PREEMPTED: ("b", f"t{(560 - 40) / 740}", {}),
+    }
+    for state, (start, end, options) in ways.items():
+        routes[state, cut_short] = Route(start, end, "", options)
+    states(p, TRANSITIONS, places, routes, {cut_short: (cut, _CUT_SHORT)})
+    return p

@@ -1,0 +1,60 @@
+"""The second half of a step: who is admitted, and who waits for data from elsewhere."""
+
+from diagrams.drawing import Picture
+from diagrams.runs import names_exist
+from nanopd.core.scheduler import Scheduler
+
+
+def draw() -> Picture:
+    """`_schedule_waiting` as a flow chart; what ends in the transit queue is yellow."""
+    p = Picture(
+        "The waiting loop",
+        "For the head of the queue: is its remote data there, what is computed already here or elsewhere, does it "
+        "load asynchronously, does it get blocks. Who is not ready goes to step_skipped_waiting.",
+        "Scheduler._schedule_waiting: S4, S5, S6",
+    )
+    names_exist(Scheduler, "_schedule_waiting", "_try_promote")
+    x, w = 350, 300
+    head = p.box(x, 0, "head of `skipped_waiting`,\nelse of `waiting`", w, 56, "plain")
+    p.text(
+        0,
+        18,
+        "Only if nobody was preempted in\nthis step, while `max_num_seqs`\nand the budget allow (S4).",
+        kind="soft",
+    )
+    loads = p.box(x, 96, "`WAITING_FOR_REMOTE_KVS`?", w, 40, "accent")
+    local = p.box(x, 190, "`get_computed_blocks`\nlocal hit: a prefix of its blocks", w, 56)
+    remote = p.box(x, 292, "`get_num_new_matched_tokens`\nremote hit: computed elsewhere", w, 56)
+    load = p.box(x, 394, "remote hit, loaded asynchronously?", w, 40, "accent")
+    some = p.box(x, 478, "`num_new_tokens`, as for the running\n`allocate_slots`", w, 56)
+    run = p.box(x, 590, "`RUNNING`, at the end of `running`;\nall its data into the plan (S7)", w, 56, "good")
+    p.arrow(head.b(), loads.t())
+    p.arrow(loads.b(), local.t(), "no")
+    p.arrow(local.b(), remote.t())
+    p.arrow(remote.b(), load.t(), "so many tokens")
+    p.arrow(load.b(), some.t(), "no")
+    p.arrow(some.b(), run.t(), "has its blocks")
+    promote = p.box(0, 98, "`_try_promote`: id in\n`finished_recving_kv_req_ids`?", 262, 56, "accent")
+    p.arrow(loads.l(0.5), promote.r((116 - 98) / 56), "yes")
+    later = p.box(40, 224, "`step_skipped_waiting`", 222, 36, "warn")
+    p.arrow(promote.b(0.6), later.t((262 * 0.6 - 40) / 222), "no")
+    ready = p.box(
+        40, 300, "into the hash table (K8);\nif all came, the last token is\ncomputed again; `WAITING` (S5)", 222, 78
+    )
+    p.arrow(promote.b(0.06), ready.l(), "yes", "|-", on=0, at=0.25)
+    p.arrow(ready.b(), some.l(), "it has its blocks", "|-", on=1, side="below", at=0.3)
+    unknown = p.box(730, 302, "`step_skipped_waiting`", 222, 36, "warn")
+    p.arrow(remote.r(), unknown.l(), "not yet")
+    reserve = p.box(730, 386, "`delay_caching=True` (K8)\nno tokens in this step", 222, 56)
+    p.arrow(load.r(), reserve.l(), "yes")
+    wait = p.box(730, 480, "`WAITING_FOR_REMOTE_KVS`\n`step_skipped_waiting` (S5)", 222, 56, "warn")
+    p.arrow(reserve.b(), wait.t(), "`allocate_slots`", side="left")
+    end = p.box(730, 596, "the loop ends:\nnobody overtakes (S4)", 222, 56, "bad")
+    p.arrow(some.r(), end.l(), "None", "-|-", bend=690, on=0)
+    p.text(
+        0,
+        600,
+        "At the end of the step all of\n`step_skipped_waiting` goes to the front\nof `skipped_waiting` (S6).",
+        kind="soft",
+    )
+    return p
