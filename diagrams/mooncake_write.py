@@ -12,7 +12,7 @@ def draw() -> Picture:
         "A batch is cut into requests and slices of 64 KiB; slices go to shards of the slice queue of a NIC's worker "
         "pool, whose two threads post work requests and poll the completion queue; a failed slice is tried again on "
         "another NIC.",
-        "facts from the seeds; our side: connector/transport.py",
+        "Mooncake, August 2026; our side: connector/transport.py",
     )
     p.group(0, 0, 950, 236, "the thread that called: one of our 10 senders")
     names = [
@@ -30,8 +30,8 @@ def draw() -> Picture:
     for a, b in pairwise(boxes):
         p.arrow(a.r(), b.l())
     p.text(16, 158, "one request of 200 KiB", kind="ink")
-    p.cells(196, 142, [("64 KiB", "a"), ("64 KiB", "a"), ("64 KiB", "a"), ("8", "a")], 78, 32)
-    p.text(526, 158, "source, `lkey`; target, `rkey`; peer NIC", kind="soft")
+    p.cells(196, 142, [("64 KiB", "a"), ("64 KiB", "a"), ("72 KiB", "a")], 88, 32)
+    p.text(480, 158, "each: source, `lkey`; target, `rkey`; NIC of the peer", kind="soft")
     p.box(
         16, 190, "`getBatchTransferStatus`: polls until all slices are done, or the batch has failed", 560, 34, "good"
     )
@@ -40,19 +40,21 @@ def draw() -> Picture:
     shards = p.cells(20, 340, [(f"shard {i}", "plain") for i in range(8)], 70, 34, gap=4)
     p.group(14, 334, 600, 46)
     p.group(50, 414, 540, 56)
-    for i in range(2):
-        p.box(64 + i * 270, 422, f"`transferWorker` thread {i}", 242, 40, "b")
-        middle = shards[4 * i + 1].r().x + 2
-        p.arrow(Point(middle, 380), Point(middle, 414), "its half of the shards")
+    p.box(64, 422, "`transferWorker` 0: polls", 242, 40, "b")
+    p.box(334, 422, "`transferWorker` 1: posts", 242, 40, "b")
+    middle = shards[5].r().x + 2
+    p.arrow(Point(middle, 380), Point(middle, 414), "all shards")
     p.text(
         16,
         494,
-        "each thread, in turns: `performPostSend`, as many slices as its queue pair has room\n"
-        "for; then `performPollCq`: what is done counts for its batch",
+        "`performPostSend`: as many slices as the queue pairs have room for; `performPollCq`: up to\n"
+        "64 completions at once, each counts for its request. (Older versions: both threads do both.)",
         kind="soft",
     )
-    p.box(16, 530, "a failed slice: counts against this NIC, goes on to the next best NIC's queue", 574, 34, "bad")
-    qp = p.box(700, 302, "2 queue pairs (QP),\n512 work requests (WR) each:\n`ibv_post_send`", 232, 74, "warn")
+    p.box(
+        16, 530, "a failed slice: tried again over another NIC, up to 9 times, then its request fails", 574, 34, "bad"
+    )
+    qp = p.box(700, 302, "2 queue pairs (QP),\n256 work requests (WR) each:\n`ibv_post_send`", 232, 74, "warn")
     nic = p.box(700, 404, "NIC: one-sided RDMA write", 232, 40, "d")
     cq = p.box(700, 478, "1 completion queue (CQ):\n`ibv_poll_cq`", 232, 54, "warn")
     p.arrow(Point(590, 430), qp.l(), "post", "-|-", bend=650, on=0)
@@ -63,9 +65,9 @@ def draw() -> Picture:
     p.text(
         0,
         604,
-        "A slice that fails counts against its NIC and goes to the next best one; a NIC that fails too often is left "
-        "out for a while; the\n"
-        "batch fails when no NIC is left. Over TCP (what we run by default) there are no NICs to choose from, and "
+        "A way that fails 5 times in 5 s is left out for 30 s. A batch has failed when all its slices have ended and one "
+        "has failed;\n"
+        "what was written stays written. Over TCP (what we run by default) there are no NICs to choose from, and "
         "each piece of a batch\n"
         "costs some 40 µs: so `transport.py` merges neighbours, sends at most 512 pieces at once, and tries again "
         "after a pause.",
