@@ -110,7 +110,7 @@ def run(lesson: Lesson, step: bool) -> int:
     for cell in cells(script):
         console.print()
         if cell.kind == "markdown":
-            console.print(Markdown(cell.source))
+            console.print(Markdown(re.sub(r"\A# .*\n", "", cell.source)))  # the title stands above
             continue
         console.print(
             Syntax(cell.source, "python", line_numbers=True, start_line=cell.line, background_color="default")
@@ -130,7 +130,9 @@ def run(lesson: Lesson, step: bool) -> int:
             if str(error):
                 console.print(str(error), markup=False)
             return 1
-        held += num_claims(cell)
+        held += (claims := num_claims(cell))
+        if claims:
+            console.print(f"  ✓ {claims} claim{'s hold' if claims > 1 else ' holds'}", style="green")
     console.print(Rule(f"all {held} claims hold"))
     return 0
 
