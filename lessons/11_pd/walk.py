@@ -380,6 +380,8 @@ for num_tokens, blocks in ((8192, 512), (9216, 576)):
     rows.append((num_tokens, blocks, 8 * blocks, steps, message))
     assert message < 3000
 show.table("eight prompts", ("tokens", "blocks each", "together", "P's steps", "bytes of a Pull"), rows)
+largest = msgspec.structs.replace(pulls[0], block_ids=[*range(147_456 - 512, 147_456)])
+assert 2500 < len(msgspec.msgpack.encode(largest)) < 3000, "with ids as large as in the drawing"
 assert rows[0][2] == 4096 and rows[1][2] == 4608 == 576 * 8 and rows[0][3] == 8 and rows[1][3] == 9
 
 # %% [markdown]
