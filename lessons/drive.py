@@ -144,7 +144,8 @@ class Node:
         from nanopd.config import KVTransferConfig
         from nanopd.engine.core import EngineCore
 
-        options = {"model": str(model), "block_size": 4, "num_blocks": 100, "check_invariants": True} | options
+        defaults: dict[str, Any] = {"model": str(model), "block_size": 4, "num_blocks": 100, "check_invariants": True}
+        options = defaults | options
         options = {"max_model_len": min(2048, options["num_blocks"] * options["block_size"])} | options
         kv_transfer = KVTransferConfig(**{"role": role, "kv_port": 0} | dict(transfer or {}))
         self.core = EngineCore(EngineConfig(**options), kv_transfer)
@@ -172,6 +173,7 @@ class Node:
 
     def decode(self, request_id: str, prompt: Sequence[int], p: "Node", max_tokens: int = 8) -> Request:
         """What a router sends to D."""
+        assert p.core.connector, "it has no role"
         where = {"remote_host": "127.0.0.1", "remote_port": p.core.connector.port, "transfer_id": request_id}
         return self.add(request_id, prompt, max_tokens, {"do_remote_prefill": True} | where)
 
@@ -235,7 +237,10 @@ def in_memory() -> Iterator[type[MemoryTransport]]:
     """Nodes made in here need neither Mooncake nor a network: their messages go through files, their blocks are copied."""
     ports = itertools.count(1)
 
-    fresh = type("Fresh", (MemoryTransport,), {"registered": {}, "writes": [], "gate": threading.Event()})
+    class Fresh(MemoryTransport):
+        registered, writes, gate = {}, [], threading.Event()
+
+    fresh = Fresh
     fresh.gate.set()
     with tempfile.TemporaryDirectory(prefix="kv") as directory, contextlib.ExitStack() as patches:
 

@@ -195,8 +195,8 @@ def test_exercises_give_the_points_they_should(lesson: Lesson, tmp_path: Path, m
         files[-1].write_text(source)
     cases = grading.cases_of(lesson.path)
     assert len(cases) >= 4 and all(one.hint and one.title != one.name for one in cases)
-    stub, expected, again = grading.run_cases(lesson, files[:3], seed=1, cases=cases)
-    answers = grading.run_cases(lesson, files[3:], seed=1, cases=cases, most_seconds=4)  # some loop
+    stub, expected, again = grading.run_cases(lesson, files[:3], 1, cases, grading.PATIENCE)
+    answers = grading.run_cases(lesson, files[3:], seed=1, cases=cases, seconds=4)  # some loop
     for one in cases:
         problem = grading.judge(again[one.name], expected[one.name])
         assert problem is None, f"the solution is not the same twice: {one.name}: {problem}"
@@ -262,7 +262,7 @@ def marks_of(tmp_path: Path, source: str) -> list[grading.Mark]:
     for name, text in SMALL_LESSON.items():
         (lesson.path / name).write_text(text)
     (tmp_path / "mine.py").write_text(source)
-    return grading.grade(lesson, tmp_path / "mine.py", seed=3, most_seconds=2)
+    return grading.grade(lesson, tmp_path / "mine.py", seed=3, seconds=2)
 
 
 def test_the_small_lesson_can_be_passed(tmp_path: Path):
