@@ -146,7 +146,9 @@ class StudentAttention:
 
 
 @case(
-    points=4, hint="All cases above are pieces of this one. Which of them fails first, and in which layout?", seconds=60
+    points=4,
+    hint="All cases above are pieces of this one. Which of them fails first, and in which layout?",
+    seconds=180,
 )
 def test_real_engine(student: ModuleType, random: Random) -> Any:
     """Your slots, store and gather serve real tokens in all three layouts, in chunks and beside decodes"""
@@ -156,5 +158,5 @@ def test_real_engine(student: ModuleType, random: Random) -> Any:
     with patch("nanopd.engine.core.choose_backend", lambda *_: StudentAttention(student)):
         for layout in LAYOUTS:
             options = {"kv_layout": layout, "attention_backend": "cpu", "max_num_batched_tokens": 32, "num_blocks": 16}
-            seen[layout] = generate(prompts, max_tokens=8, **options)
+            seen[layout] = generate(prompts, max_tokens=6, **options)
     return seen

@@ -132,16 +132,16 @@ def test_under_load(student: ModuleType, random: Random) -> Any:
 @case(
     points=4,
     hint="The worker forgets a request only if it is told that it was preempted. Do the cases above pass?",
-    seconds=60,
+    seconds=180,
 )
 def test_real_engine(student: ModuleType, random: Random) -> Any:
     """Real tokens from a pool that is too small, and the same ones as from a large pool"""
-    prompts = [[random.randrange(10, 290) for _ in range(random.randint(10, 40))] for _ in range(5)]
+    prompts = [[random.randrange(10, 290) for _ in range(random.randint(24, 31))] for _ in range(3)]
     seen = {}
-    for name, num_blocks in (("large pool", 60), ("small pool", 8)):
+    for name, num_blocks in (("large pool", 20), ("small pool", 6)):
         preemptions: list[list[str]] = []
         with patch("nanopd.engine.core.Scheduler", scheduler_class(student, preemptions)):
-            seen[name] = generate(prompts, max_tokens=24, num_blocks=num_blocks, max_num_batched_tokens=64)
+            seen[name] = generate(prompts, max_tokens=12, num_blocks=num_blocks, max_num_batched_tokens=64)
         seen[name]["who, why, for whom"] = preemptions
     same = seen["large pool"]["tokens"] == seen["small pool"]["tokens"]
     return seen | {"the same tokens": same}
