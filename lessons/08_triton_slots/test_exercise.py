@@ -2,10 +2,9 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,9 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
+from nanopd.kernels.kv_store import store_kv
 from nanopd_lessons import drive, grading
 from nanopd_lessons.grading import case, generate
 
@@ -47,10 +49,6 @@ def stored(
     fused: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Which bytes of a whole cache change when these slots are written. Every number that is stored is a different one."""
-    import torch
-
-    from nanopd.kernels.kv_store import store_kv
-
     block_size, blocks, layers = 4, 5, 3
     sizes = (blocks, 2, layers, block_size, heads, dim)
     order = LAYOUTS[layout]
@@ -72,8 +70,6 @@ def stored(
 
 def mapped(student: ModuleType, lengths: list[tuple[int, int]], block_size: int, tile: int, random: Random, most: int):
     """The slots of a batch of (new tokens, tokens in all). Behind the used part of each table stands garbage."""
-    import torch
-
     starts, positions = [0], []
     widest = max(-(-total // block_size) for _, total in lengths) + 2
     table = torch.full((len(lengths), widest + 3), -(2**31), dtype=torch.int32)
@@ -149,10 +145,6 @@ def test_layouts(student: ModuleType, random: Random) -> Any:
 )
 def test_fused(student: ModuleType, random: Random) -> Any:
     """Keys and values that are not contiguous, and heads of the cache that are not neighbours"""
-    import torch
-
-    from nanopd.kernels.kv_store import store_kv
-
     found = stored(student, random, random.sample(range(20), 5), heads=2, dim=8, layout="blocks_first", fused=True)
     heads_first = torch.full((2, 3, 2, 4, 8), UNTOUCHED)  # (kv, block, head, slot, dim): heads are 4 x 8 elements apart
     k_cache, v_cache = heads_first.transpose(2, 3)
@@ -164,17 +156,11 @@ def test_fused(student: ModuleType, random: Random) -> Any:
 
 @case(points=4, hint="All the cases above are small pieces of this one: find the first of them that fails.", seconds=60)
 def test_real_engine(student: ModuleType, random: Random) -> Any:
-    """Your kernels serve real tokens: chunks, decodes, prefix hits, in each layout"""
+    """Your kernels serve real tokens: chunks, decodes, a prefix hit, in one of the layouts"""
     shared = [random.randrange(10, 290) for _ in range(16)]
     prompts = [shared + [random.randrange(10, 290) for _ in range(random.randint(1, 9))] for _ in range(2)]
-    found = {}
+    options = {"kv_layout": random.choice(list(LAYOUTS)), "max_num_batched_tokens": 20, "attention_backend": "triton"}
     with tempfile.TemporaryDirectory() as folder, patch.object(grading, "model", lambda: Path(folder)):
         drive.tiny_model(Path(folder))  # also where the default model is at hand: interpreted, that one takes minutes
-        for layout in LAYOUTS:
-            options = {"kv_layout": layout, "max_num_batched_tokens": 20, "attention_backend": "triton"}
-            with kernels_of(student), drive.accesses() as seen:
-                found[layout] = generate(prompts, max_tokens=3, **options)
-            stores = [one for one in seen if one.kind == "store"]
-            found[layout]["bytes stored by kernels"] = sum(one.num_bytes for one in stores)
-    assert math.prod(one["bytes stored by kernels"] for one in found.values()) > 0
-    return found
+        with kernels_of(student):
+            return options | generate(prompts, max_tokens=3, **options)

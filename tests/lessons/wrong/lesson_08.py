@@ -8,12 +8,6 @@ WRONG = {
     "maps one tile only": [
         ("    for first in range(start, end, TILE):\n", "    for first in range(start, start + 1, TILE):\n")
     ],
-    "takes the first row of the table for all": [
-        ("block_table + req * stride_table + position", "block_table + position")
-    ],
-    "takes a table's width for its stride": [
-        ("req * stride_table + position // BLOCK_SIZE", "req * (stride_table - 3) + position // BLOCK_SIZE")
-    ],
     "forgets the heads in the mask": [("exists = (head < NUM_HEADS) & (dim < D)", "exists = (head >= 0) & (dim < D)")],
     "forgets the dims in the mask": [
         ("exists = (head < NUM_HEADS) & (dim < D)", "exists = (head < NUM_HEADS) & (dim >= 0)")
@@ -28,5 +22,4 @@ WRONG = {
     "reads values with the keys' strides": [
         ("value + token * v_token + head * v_head", "value + token * k_token + head * k_head")
     ],
-    "believes that tokens are neighbours": [("key + token * k_token", "key + token * (NUM_HEADS * D)")],
 }
