@@ -1,6 +1,7 @@
 """Drives the real scheduler without a model: the lessons' scripts say what was sampled, or let tokens be made up.
 
-Nothing decides in here. `scheduler()` and `request()` only spare the scripts some arguments.
+Nothing decides in here. `scheduler()` and `request()` only spare the scripts some arguments. `accesses()` watches the real
+kernels in Triton's interpreter.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -127,6 +129,54 @@ def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
     (directory / "config.json").write_text(json.dumps(sizes | rest | {"eos_token_id": 299, "dtype": "float32"}))
     save_file(weights, directory / "model.safetensors")
     return directory
+
+
+# ---------------------------------------------------------------- what a kernel touches (lessons 08 and 09)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One `tl.load` or `tl.store` of one program instance: the bytes that it really touched, masked ones left out."""
+
+    program: tuple[int, int, int]
+    kind: str  # "load" or "store"
+    addresses: tuple[int, ...]  # of the elements' first bytes, in the kernel's order
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.addresses) * self.itemsize
+
+    def within(self, tensor: Any) -> bool:
+        """Did it go to the memory that this tensor is a view of?"""
+        start = tensor.untyped_storage().data_ptr()
+        return all(start <= a < start + tensor.untyped_storage().nbytes() for a in self.addresses)
+
+
+@contextlib.contextmanager
+def accesses() -> Iterator[list[Access]]:
+    """Notes each load and store of the kernels that run meanwhile in Triton's interpreter, in order."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    seen: list[Access] = []
+
+    def noting(kind: str, do: Any) -> Any:
+        def wrapper(builder: Any, pointers: Any, *rest: Any) -> Any:
+            mask = rest[0] if kind == "load" else rest[1]
+            touched = tuple(map(int, pointers.data[mask.data.astype(bool)].ravel()))
+            itemsize = pointers.get_element_ty().primitive_bitwidth // 8
+            if touched:
+                seen.append(Access(tuple(builder.grid_idx), kind, touched, itemsize))
+            return do(builder, pointers, *rest)
+
+        return wrapper
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    with (
+        patch.object(InterpreterBuilder, "create_masked_load", noting("load", load)),
+        patch.object(InterpreterBuilder, "create_masked_store", noting("store", store)),
+    ):
+        yield seen
 
 
 # ---------------------------------------------------------------- two engines in one process (lessons 11 and 13)

@@ -8,7 +8,7 @@ given a function that takes care of it.
 
 from collections.abc import Callable
 
-from nanopd.core.output import CachedRequestData, SchedulerOutput  # noqa: F401 (you will need the first one)
+from nanopd.core.output import CachedRequestData, SchedulerOutput
 from nanopd.request import Request
 
 

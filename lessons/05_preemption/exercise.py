@@ -5,9 +5,9 @@ Write the two functions. The real scheduler will use them: `nanopd grade 05 exer
 Rules: S2, S3, S7, K6; see lessons/rules.md.
 """
 
-from nanopd.core.output import CachedRequestData, SchedulerOutput  # noqa: F401 (you will need the first one)
+from nanopd.core.output import CachedRequestData, SchedulerOutput
 from nanopd.core.scheduler import Scheduler
-from nanopd.request import Request, RequestStatus  # noqa: F401 (you will need the second one)
+from nanopd.request import Request, RequestStatus
 
 
 def preempt(scheduler: Scheduler, request: Request) -> None:
