@@ -131,6 +131,30 @@ def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
     return directory
 
 
+def byte_tokenizer(directory: Path, words: Sequence[str] = ()) -> Path:
+    """Writes a tokenizer for `tiny_model`: token b is byte b, so a text is its UTF-8. Tokens from 256 on are `words`,
+    which no text is encoded to but which can be sampled; token 299 is special and ends a text. Returns the directory.
+    """
+    import json
+
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # A vocabulary is text, so each byte needs a character that can be shown; this assignment is GPT-2's.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = itertools.count(256)
+    alphabet = {b: chr(b if b in shown else next(rest)) for b in range(256)}
+    vocabulary = {character: b for b, character in alphabet.items()}
+    for i, word in enumerate([*words, *(f"unused {i}" for i in range(43 - len(words)))]):
+        vocabulary["".join(alphabet[b] for b in word.encode())] = 256 + i
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return directory
+
+
 # ---------------------------------------------------------------- what a kernel touches (lessons 08 and 09)
 
 
