@@ -1,21 +1,45 @@
 """What exercise 00 is graded by. `nanopd grade 00 FILE`, or `pytest` in this folder for exercise.py."""
 
+import tempfile
+from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any
 
-from nanopd_lessons.grading import case, generate, model
+from nanopd_lessons import drive
+from nanopd_lessons.grading import case
+
+
+def tiny_core(**options: Any) -> Any:
+    """A real engine core with a tiny random model: what is graded here is the driving."""
+    from nanopd.config import EngineConfig
+    from nanopd.engine.core import EngineCore
+
+    path = drive.tiny_model(Path(tempfile.mkdtemp()) / "tiny")
+    defaults: dict[str, Any] = {"num_blocks": 64, "max_model_len": 128, "attention_backend": "cpu"}
+    return EngineCore(EngineConfig(model=str(path), check_invariants=True, **(defaults | options)))
+
+
+def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy tokens of each prompt."""
+    from nanopd.config import SamplingParams
+    from nanopd.request import Request
+
+    core, tokens = tiny_core(), [list[int]() for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        wish = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+        core.add_request(Request(str(i), prompt, wish))
+    while core.has_unfinished_requests():
+        for news in core.step():
+            tokens[int(news.request_id)] += news.new_token_ids
+    return tokens
 
 
 class Counted:
     """A real engine core; it only counts its steps, and looks at what each of them planned."""
 
     def __init__(self, **options: Any) -> None:
-        from nanopd.config import EngineConfig
-        from nanopd.engine.core import EngineCore
-
-        defaults: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_model_len": 128}
-        self.core = EngineCore(EngineConfig(model=str(model()), check_invariants=True, **(defaults | options)))
+        self.core = tiny_core(**options)
         self.plans: list[list[str]] = []
         step, schedule = self.core.step, self.core.scheduler.schedule
 
@@ -56,7 +80,7 @@ def test_one_prompt(student: ModuleType, random: Random) -> Any:
         "status": counted.core.scheduler.waiting[0].status.name,
     }
     driver.run()
-    same = driver.answers[0].token_ids == generate([prompt], most)["tokens"]["0"]
+    same = driver.answers[0].token_ids == generate([prompt], most)[0]
     return {"submitted": submitted, "the engine's own tokens": same} | counted.seen(driver)
 
 
@@ -87,11 +111,11 @@ def test_a_refused_prompt(student: ModuleType, random: Random) -> Any:
 def test_a_stop_sequence(student: ModuleType, random: Random) -> Any:
     """A stop sequence is cut off, and ends the request in the core in the same step"""
     prompts = [some_prompt(random) for _ in range(2)]
-    whole = generate(prompts, 12)["tokens"]
+    whole = generate(prompts, 12)
     counted = Counted()
     driver = student.Driver(counted.core)
     at = random.randint(3, 6)
-    driver.submit(prompts[0], 12, whole["0"][at : at + random.randint(1, 3)])
+    driver.submit(prompts[0], 12, whole[0][at : at + random.randint(1, 3)])
     driver.submit(prompts[1], 12)
     driver.run()
     return counted.seen(driver)
@@ -104,7 +128,7 @@ def test_a_stop_sequence(student: ModuleType, random: Random) -> Any:
 def test_where_a_stop_sequence_counts(student: ModuleType, random: Random) -> Any:
     """A stop sequence counts in the output only: not in the prompt, not across its end, but at the very first token"""
     prompt = some_prompt(random)
-    first, second, *_, last = generate([prompt], 8)["tokens"]["0"]
+    first, second, *_, last = generate([prompt], 8)[0]
     counted = Counted()
     driver = student.Driver(counted.core)
     for stop in ([prompt[-1], first], prompt[-2:], [first], [first, second], [299, 298, 297], [last]):
@@ -137,10 +161,10 @@ def test_cancel(student: ModuleType, random: Random) -> Any:
 def test_a_crowded_engine(student: ModuleType, random: Random) -> Any:
     """In a small pool, with chunks and preemptions, everybody still gets the right tokens"""
     prompts = [[random.randrange(10, 290) for _ in range(random.randint(20, 60))] for _ in range(5)]
-    whole = generate(prompts, 14)["tokens"]
+    whole = generate(prompts, 14)
     counted = Counted(num_blocks=9, max_num_batched_tokens=16, max_num_seqs=3)
     driver = student.Driver(counted.core)
     for number, prompt in enumerate(prompts):
-        driver.submit(prompt, 14, whole[str(number)][9:11] if number % 2 else ())
+        driver.submit(prompt, 14, whole[number][9:11] if number % 2 else ())
     driver.run()
     return counted.seen(driver) | {"preemptions": counted.core.scheduler.stats().num_preemptions}

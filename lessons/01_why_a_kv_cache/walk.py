@@ -369,9 +369,23 @@ show.table("predicted and measured", ("step", "predicted ms", "measured ms", "sh
 core.abort_requests(list(core.scheduler.requests))
 
 # %% [markdown]
-# The formula is a bound, not a forecast. What it leaves out here: copying K and V together for attention, matrices too thin
-# to be multiplied at full speed, and the Python between the products. How large the gap is says how much there is to
-# gain; lessons 07 to 09 go after it.
+# A share that falls with the batch needs a reason. Here are matrix products alone: one matrix of each layer, with 1, 2 and
+# 8 rows. The bytes are the same; if the times are not, it is the matrix library that is not ready for few rows.
+
+# %%
+weights = [layer.mlp.gate_up_proj.weight for layer in core.model.layers]
+read, rows = sum(weight.nbytes for weight in weights), []
+for num_rows in (1, 2, 8):
+    x = torch.ones(num_rows, model.hidden_size, dtype=dtype)
+    took = best_seconds(lambda x=x: [functional.linear(x, weight) for weight in weights])
+    rows.append((num_rows, 1e3 * took, read / took / 1e9))
+show.table("products alone", ("rows", "ms", "GB/s"), rows)
+assert read == model.num_layers * 2 * model.intermediate_size * model.hidden_size * dtype.itemsize
+
+# %% [markdown]
+# The formula is a bound, not a forecast. What it leaves out here: products with few rows that do not run at full speed,
+# copying K and V together for attention, and the Python between the products. How large the gap is says how much there is
+# to gain; lessons 07 to 09 go after it.
 #
 # ## Check yourself
 # The three questions of the text.
