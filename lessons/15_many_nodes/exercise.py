@@ -1,7 +1,7 @@
 """Exercise 15: a routing policy.
 
-Write the three methods. The real router will choose by your class: `nanopd grade 15 exercise.py`. The nodes behind it run the real
-scheduler and the real block pool.
+Write the three methods. The real router will choose by your class: `nanopd grade 15 exercise.py`. The nodes behind it run
+the real scheduler and the real block pool.
 
 A prompt comes as the ids of its blocks. Each id stands for its block and everything before it, so two prompts have the
 same ids exactly as far as they begin alike.

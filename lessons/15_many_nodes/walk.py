@@ -17,8 +17,8 @@ first = documents[:120]  # enough for the second half of the lesson
 
 # %% [markdown]
 # ## Two traces
-# A request of a trace is a time, two lengths, and an id for each block of 512 tokens of its prompt. How much of the prompts
-# could a cache without limits find?
+# A request of a trace is a time, two lengths, and an id for each block of 512 tokens of its prompt. How much of the
+# prompts could a cache without limits find?
 
 
 # %%
@@ -47,8 +47,8 @@ assert len(documents) == 200 and round(mean(a.num_tokens for a in documents)) ==
 assert round(100 * seen_before(documents)) == 52 and round(100 * seen_before(conversations)) == 5
 
 # %% [markdown]
-# All conversations begin with the same block, a system prompt. The documents begin in many ways, and some are asked about
-# several times.
+# All conversations begin with the same block, a system prompt. The documents begin in many ways, and some are asked
+# about several times.
 
 # %%
 assert {asked.hash_ids[0] for asked in conversations} == {0}
@@ -74,8 +74,8 @@ assert [round(1000 * s) for s in steps.values()] == [9, 22, 87, 88], "whoever de
 
 # %% [markdown]
 # ## Three policies
-# Four nodes, the documents at 0.6 times their speed, each policy of the router. A request is good if its first token comes
-# within 5 seconds and the mean gap between its tokens is at most 50 ms.
+# Four nodes, the documents at 0.6 times their speed, each policy of the router. A request is good if its first token
+# comes within 5 seconds and the mean gap between its tokens is at most 50 ms.
 
 # %%
 TTFT, ITL = 5.0, 0.05
@@ -119,7 +119,8 @@ once, twice = (play(documents[:30], 0.6, "prefix_aware")[1] for _ in range(2))
 assert [o.tokens for o in once] == [o.tokens for o in twice]
 
 # %% [markdown]
-# What is that worth? At half the traffic round robin still keeps fewer promises than prefix-aware routing does at the full.
+# What is that worth? At half the traffic round robin still keeps fewer promises than prefix-aware routing does at the
+# full.
 
 # %%
 half = play(documents, 0.3, "round_robin")[1]
@@ -138,8 +139,8 @@ assert percentile(ttft, 0.5) < TTFT < mean(ttft) < percentile(ttft, 0.9)
 
 # %% [markdown]
 # ## All follow the prefix
-# What if the load counted for nothing? All conversations share one block of 512 tokens. The first decides where all of them
-# go.
+# What if the load counted for nothing? All conversations share one block of 512 tokens. The first decides where all
+# of them go.
 
 # %%
 with patch.dict(POLICIES, prefix_aware=(0.0, 1.0)):
@@ -194,8 +195,8 @@ assert kept[0][0] > kept[3][0] and kept[0][1] < kept[3][1], "which is better dep
 
 # %% [markdown]
 # ## Too much traffic
-# The documents at their full speed, round robin, are more than four nodes can do. What if a node takes only three requests at
-# a time, and the rest is refused at once?
+# The documents at their full speed, round robin, are more than four nodes can do. What if a node takes only three
+# requests at a time, and the rest is refused at once?
 
 # %%
 everybody = play(first, 1.0, "round_robin")[1]
