@@ -81,6 +81,24 @@ def test_a_lesson_is_complete(lesson: Lesson):
     assert str(lesson.number).zfill(2) == lesson.path.name[:2]
 
 
+def test_the_path_lists_every_lesson_as_it_is():
+    path = (ROOT / "lessons/README.md").read_text()
+    for lesson in LESSONS:
+        assert f"| [{lesson.number:02} {lesson.title}]({lesson.path.name}/README.md) | {lesson.minutes} |" in path
+    assert [lesson.number for lesson in LESSONS] == list(range(17))
+
+
+def test_every_module_and_every_rule_has_its_lesson():
+    """A module is linked from a lesson's text, a rule is named there."""
+    texts = "\n".join(lesson.text for lesson in LESSONS)
+    for module in sorted((ROOT / "nanopd").glob("*/*.py")):
+        name = str(module.relative_to(ROOT))
+        assert module.name == "__init__.py" or f"../{name})" in texts, f"no lesson links to {name}"
+    rules = re.findall(r"^- \*\*([SKTP]\d+)\*\*", (ROOT / "lessons/rules.md").read_text(), re.MULTILINE)
+    named = set(re.findall(r"\b[SKTP]\d+\b", texts))
+    assert len(rules) > 30 and not (missing := set(rules) - named), f"no lesson is about {sorted(missing)}"
+
+
 def prose(text: str) -> str:
     """Without fenced blocks, link targets and names in backticks."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
