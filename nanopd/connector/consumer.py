@@ -129,7 +129,7 @@ class Consumer:
                 if recv.state is RecvState.ASKED:
                     self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
                 else:  # our Cancel may be lost, or the answer to it; to say it twice does no harm
-                    logger.warning(f"{recv.request_id}: {tcp_address(*address)} may still write; its blocks stay out of use")
+                    logger.warning(f"{recv.request_id}: its blocks stay out of use: {recv.peer} may still write")
                     self._send(peer, Cancel(VERSION, transfer_id))
             self._watch(address, peer)
             if overdue and not peer.connected and self._peers.get(address) is peer:

@@ -458,7 +458,7 @@ def test_a_lost_answer_to_a_cancel(d: Node, fake: FakeP, expected: list[int], ca
             heard.append(message)
         assert time.monotonic() < end, heard
     assert heard == [Cancel(VERSION, "r")] * 3 and d.num_free == 200 - COUNT
-    assert f"r: tcp://127.0.0.1:{fake.port} may still write; its blocks stay out of use" in caplog.text
+    assert f"r: its blocks stay out of use: ('127.0.0.1', {fake.port}) may still write" in caplog.text
     fake.say(encode(Failed("r", CANCELLED)))
     run(d, seconds=5)
     assert d.num_free == 200
