@@ -127,7 +127,7 @@ class Consumer:
             for transfer_id, recv in overdue:
                 recv.deadline = now + self._load_timeout
                 if recv.state is RecvState.ASKED:
-                    self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
+                    self._give_up(peer, transfer_id, recv, f"none in {self._load_timeout} s")
                 else:  # our Cancel may be lost, or the answer to it; to say it twice does no harm
                     logger.warning(f"{recv.request_id}: its blocks stay out of use: {recv.peer} may still write")
                     self._send(peer, Cancel(VERSION, transfer_id))
@@ -212,8 +212,7 @@ class Consumer:
 
     def _count_failure(self, recv: Recv, reason: str) -> None:
         self._stats.receive_failures += 1
-        where = f"{tcp_address(*recv.peer)}: {reason}; it is computed here, or fails (--kv-load-failure-policy)"
-        logger.warning(f"{recv.request_id}: its KV blocks do not come from {where}")
+        logger.warning(f"{recv.request_id}: no KV blocks from {recv.peer}: {reason}; it is computed here, or fails")
 
     def _watch(self, address: Address, peer: Peer) -> None:
         """Has the connection been lost, or could none be made?"""

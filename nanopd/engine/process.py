@@ -154,11 +154,15 @@ def main(address: str, server_pid: int, log_level: int, engine: EngineConfig, kv
 
 
 def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> None:
-    """Messages come in between two steps; without work it sleeps until one comes, and looks for the server meanwhile."""
-    said = b""
+    """Messages come in between two steps; without work it sleeps until one comes, and looks for the server meanwhile.
+
+    If nothing is left but blocks that a peer may touch (P4), a look at them now and then will do: a peer that stands still
+    must not cost us a core.
+    """
+    said, s = b"", core.scheduler
     while os.getppid() == server_pid:
         news: list[EngineCoreOutput] = []
-        wait_ms = 0 if core.has_unfinished_requests() else 1000
+        wait_ms = 0 if s.requests or (s.connector and s.connector.has_news()) else 10 if s.reclaiming else 1000
         while socket.poll(wait_ms):
             wait_ms = 0
             match decode(socket.recv(), type=Add | Abort | Inspect | Stop):
