@@ -286,7 +286,8 @@ class Drills:
         verdict.said = {name: node.new_lines() for name, node in r.nodes.items()}
         after = await r.metrics(*(name for name in r.nodes if name not in r.dead))
         moved = {what: number - before.get(what, 0.0) for what, number in after.items()}
-        verdict.moved = {w: n for w, n in moved.items() if n and ("fail" in w or "down" in w or "router" in w)}
+        news = {what: n for what, n in moved.items() if n > 0 or (n and "node_up" in what)}
+        verdict.moved = {what: n for what, n in news.items() if "failures" in what or "router" in what}
         await self._sixteen(verdict, alive)
         self._judge(verdict)
         return verdict
