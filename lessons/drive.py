@@ -3,10 +3,16 @@
 Nothing decides in here. `scheduler()` and `request()` only spare the scripts some arguments.
 """
 
+import contextlib
+import ctypes
 import itertools
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from nanopd.config import EngineConfig, SamplingParams
 from nanopd.connector.base import KVConnectorScheduler
@@ -121,3 +127,122 @@ def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
     (directory / "config.json").write_text(json.dumps(sizes | rest | {"eos_token_id": 299, "dtype": "float32"}))
     save_file(weights, directory / "model.safetensors")
     return directory
+
+
+# ---------------------------------------------------------------- two engines in one process (lessons 11 and 13)
+
+
+class Node:
+    """An engine with a connector (`role`: prefill or decode) or without one (None), stepped by hand.
+
+    `transfer`: fields of KVTransferConfig; `options`: of EngineConfig. Imports torch.
+    """
+
+    def __init__(
+        self, model: Path, role: str | None, transfer: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        from nanopd.config import KVTransferConfig
+        from nanopd.engine.core import EngineCore
+
+        options = {"model": str(model), "block_size": 4, "num_blocks": 100, "check_invariants": True} | options
+        options = {"max_model_len": min(2048, options["num_blocks"] * options["block_size"])} | options
+        kv_transfer = KVTransferConfig(**{"role": role, "kv_port": 0} | dict(transfer or {}))
+        self.core = EngineCore(EngineConfig(**options), kv_transfer)
+        self.scheduler = self.core.scheduler
+        self.tokens: dict[str, list[int]] = {}
+        self.answers: dict[str, dict[str, Any] | None] = {}  # kv_transfer_params of those that have ended
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, params: Mapping[str, Any] | None = None
+    ) -> Request:
+        """A greedy request. `params`: `kv_transfer_params`, as a router would send them."""
+        from nanopd.connector.protocol import KVTransferParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+        request = Request(
+            request_id, list(prompt), sampling, kv_transfer_params=KVTransferParams.of(dict(params or {}))
+        )
+        self.core.add_request(request)
+        self.tokens[request_id] = []
+        return request
+
+    def prefill(self, request_id: str, prompt: Sequence[int]) -> Request:
+        """What a router sends to P."""
+        return self.add(request_id, prompt, 1, {"do_remote_decode": True, "transfer_id": request_id})
+
+    def decode(self, request_id: str, prompt: Sequence[int], p: "Node", max_tokens: int = 8) -> Request:
+        """What a router sends to D."""
+        where = {"remote_host": "127.0.0.1", "remote_port": p.core.connector.port, "transfer_id": request_id}
+        return self.add(request_id, prompt, max_tokens, {"do_remote_prefill": True} | where)
+
+    def step(self) -> None:
+        """One step, if there is anything to do."""
+        if self.core.has_unfinished_requests():
+            for news in self.core.step():
+                self.tokens[news.request_id] += news.new_token_ids
+                if news.finish_reason:
+                    self.answers[news.request_id] = news.kv_transfer_params
+
+    def order_free_queue(self, block_ids: Sequence[int]) -> None:
+        """These blocks will be popped next, in this order. All must be free."""
+        pool = self.scheduler.kv.pool
+        blocks = pool.get_new_blocks(pool.num_free_blocks)
+        first = set(block_ids)
+        pool.free(pool.blocks[i] for i in [*block_ids, *(b.block_id for b in blocks if b.block_id not in first)])
+
+
+def run_nodes(*nodes: Node, until: Callable[[], bool] | None = None, seconds: float = 30.0) -> None:
+    """Steps all of them until nothing is left to do, or until something is so. Nobody may hang."""
+    end = time.monotonic() + seconds
+    while not (until() if until else not any(node.core.has_unfinished_requests() for node in nodes)):
+        for node in nodes:
+            node.step()
+        time.sleep(0.0005)  # to the threads that send
+        assert time.monotonic() < end, f"not finished after {seconds} s: {[node.scheduler for node in nodes]}"
+
+
+class MemoryTransport:
+    """A Transport for two engines of one process: it copies. Takes MooncakeTransport's place where that is missing.
+
+    Like Mooncake's engine it refuses what is not registered, here or there. `writes` has all that was ever written, as
+    lists of pieces; `gate` is waited for before each write.
+    """
+
+    registered: dict[str, tuple[int, int]]
+    writes: list[list[tuple[int, int, int]]]
+    gate: threading.Event
+
+    def __init__(self, config: Any, address: int, num_bytes: int) -> None:
+        self.session, self._mine = f"memory:{len(self.registered)}", (address, num_bytes)
+        self.registered[self.session] = self._mine
+
+    def write(self, session: str, pieces: Iterable[tuple[int, int, int]], cancelled: Callable[[], bool]) -> None:
+        from nanopd.connector.transport import TransferError
+
+        self.writes.append(batch := [(int(s), int(t), int(n)) for s, t, n in pieces])
+        while not self.gate.wait(0.01):
+            if cancelled():
+                raise TransferError("cancelled")
+        for source, target, num_bytes in batch:
+            for at, (start, size) in ((source, self._mine), (target, self.registered[session])):
+                if num_bytes < 1 or not start <= at <= start + size - num_bytes:
+                    raise TransferError(f"{num_bytes} bytes at {at} are not registered")
+            ctypes.memmove(target, source, num_bytes)
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[type[MemoryTransport]]:
+    """Nodes made in here need neither Mooncake nor a network: their messages go through files, their blocks are copied."""
+    ports = itertools.count(1)
+
+    fresh = type("Fresh", (MemoryTransport,), {"registered": {}, "writes": [], "gate": threading.Event()})
+    fresh.gate.set()
+    with tempfile.TemporaryDirectory(prefix="kv") as directory, contextlib.ExitStack() as patches:
+
+        def address(host: str, port: int | str) -> str:
+            return f"ipc://{directory}/p:{next(ports) if port == '*' else port}"
+
+        for module in ("protocol", "consumer"):
+            patches.enter_context(patch(f"nanopd.connector.{module}.tcp_address", address))
+        patches.enter_context(patch("nanopd.connector.mooncake.MooncakeTransport", fresh))
+        yield fresh

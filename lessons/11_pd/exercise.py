@@ -1,0 +1,56 @@
+"""Exercise 11: which bytes go where.
+
+P has a block table, D has another. Say which blocks can be sent, which of D's belong to which of P's, and which runs of
+memory have to be written. `nanopd grade 11 exercise.py` puts your `pieces_of` into the real producer.
+
+Read Layout first: run r of block b begins `(r * num_blocks + b) * run_bytes` after the start of the memory. P and D have the
+same layout, but not the same number of blocks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nanopd.connector.protocol import Layout
+
+
+class Piece(NamedTuple):
+    """One contiguous run of memory to write: `num_bytes` from address `source` here to address `target` there."""
+
+    source: int
+    target: int
+    num_bytes: int
+
+
+def blocks_ready(table: Sequence[int], num_computed: int, num_tokens: int, block_size: int) -> list[int]:
+    """P's blocks, from the start of the prompt, that can be sent when `num_computed` of its `num_tokens` are computed.
+
+    A block that still grows is not ready. The last block of a whole prompt is, even if it is not full. `table` may be longer
+    than the prompt: P's first output token may have got a block of its own.
+    """
+    raise NotImplementedError("blocks_ready")
+
+
+def pair_up(ready: Sequence[int], num_sent: int, first_block: int, theirs: Sequence[int]) -> list[tuple[int, int]]:
+    """What is to be written now: pairs (P's block, D's block), in the order of the prompt.
+
+    Args:
+        ready: P's blocks that can be sent, from the start of the prompt.
+        num_sent: how many blocks, counted from the start of the prompt, need no writing any more.
+        first_block: D has the blocks before this one itself.
+        theirs: D's blocks for block `first_block` of the prompt and all after it, ready or not.
+    """
+    raise NotImplementedError("pair_up")
+
+
+def pieces_of(
+    layout: Layout, base: int, ids: Sequence[int], to: Layout, to_base: int, to_ids: Sequence[int]
+) -> list[Piece]:
+    """The memory of blocks `ids` here and `to_ids` there, pairwise, with all their runs.
+
+    Sorted by `source`, and as few pieces as possible: two that touch on both sides are one. The lists may be in any order.
+
+    Args:
+        layout, base: P's layout, and the address where its memory starts.
+        to, to_base: D's.
+    """
+    raise NotImplementedError("pieces_of")
