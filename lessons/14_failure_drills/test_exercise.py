@@ -128,7 +128,7 @@ def test_done_is_lost(student: ModuleType, random: Random) -> Any:
 def test_cancels_are_lost(student: ModuleType, random: Random) -> Any:
     """The client leaves, and two Cancels are lost: D says it again until P has answered"""
     with lost(Consumer, "_send", Cancel, times=2) as dropped, drill(student, load_timeout=0.4) as both:
-        both.ask("r", prompt(random))
+        both.d.decode("r", prompt(random), both.p)  # the router's request to P never came: P keeps D's, and waits
         both.d.step()
         both.d.core.abort_requests(["r"])
         held = sorted(both.d.scheduler.reclaiming)

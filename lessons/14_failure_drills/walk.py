@@ -110,13 +110,14 @@ assert states("done lost", "recv") == "asked → reclaiming → failed"
 # %%
 with pair() as (p, d):
     arm("cancel", "drop")
-    p.prefill("cancel lost", PROMPT)
     d.decode("cancel lost", PROMPT, p)
     d.step()
     d.core.abort_requests(["cancel lost"])
     assert "cancel lost" in d.scheduler.reclaiming and "cancel lost" not in d.scheduler.requests
     drive.run_nodes(p, d)
     assert seam.fired == [("cancel", "drop")] and d.scheduler.reclaiming == set()
+show.say(f"  on D: {states('cancel lost', 'recv')}")
+assert states("cancel lost", "recv") == "asked → reclaiming → failed"
 
 # %% [markdown]
 # ## The late write
