@@ -313,7 +313,7 @@ class Range:
             await asyncio.sleep(0.01)
         return True
 
-    def clients(self, name: str = "router", max_tokens: int = 32, bound: float = BOUND) -> Clients:
+    def clients(self, name: str = "router", max_tokens: int = 48, bound: float = BOUND) -> Clients:
         """Who will ask this node."""
         return Clients(self.session, self.nodes[name].url, max_tokens, bound)
 

@@ -159,7 +159,7 @@ CELLS = [
     Cell("decode", "delay", "Tokens come a second later.", quiet=True),
     Cell("decode", "error", "D's engine core ends: its clients get an error at once.", ERROR, "D"),
     Cell("decode", "kill-p", "Who has its blocks does not notice."),
-    Cell("decode", "freeze-p", "Who has its blocks does not notice; for the others, see prefill.freeze-p."),
+    Cell("decode", "freeze-p", "Who has its blocks does not notice.", quiet=True),
     Cell("decode", "kill-d", "Streams end with an error event, other requests with status 503.", ERROR),
     Cell("decode", "kill-d-core", "D's server says so to its clients itself, and ends.", ERROR),
     Cell("decode", "kill-d-server", "D's core sees that its server is gone, and ends; streams end with an error.", ERROR),
@@ -253,7 +253,7 @@ class Drills:
         pids = {"all": pids[::-1], "server": pids[:1], "core": pids[1:]}[fault.part]
         what = {"node": point.node, "point": cell.point, "kind": fault.kind, "seconds": fault.seconds, "pids": pids}
         # Steps are many, and the first of them hold few requests; a transfer is one of eight.
-        return what | {"skip": 2 if cell.point in ("prefill", "decode") else fault.skip, "times": fault.times}
+        return what | {"skip": {"prefill": 2, "decode": 4}.get(cell.point, fault.skip), "times": fault.times}
 
     async def run(self, cell: Cell) -> Verdict:
         """One drill, from whole nodes to whole nodes."""

@@ -48,6 +48,11 @@ def _computes(core: Any) -> bool:
     return bool(core.scheduler.running)
 
 
+def _only_generates(core: Any) -> bool:
+    s = core.scheduler
+    return bool(s.running) and not (s.loading or s.waiting or s.skipped_waiting)
+
+
 def _has_come(scheduler: Any, request: Any) -> bool:
     return request.request_id in scheduler.finished_recving_kv_req_ids
 
@@ -87,7 +92,7 @@ POINTS = {
     "promotion": Point(
         "D", "nanopd.core.scheduler:Scheduler._try_promote", "before", "D puts a loaded request to work", _has_come
     ),
-    "decode": Point("D", _STEP, "before", "D generates", _computes),
+    "decode": Point("D", _STEP, "before", "D generates for all", _only_generates),
 }
 
 

@@ -118,6 +118,7 @@ GOOD = {"type": "Cancel", "version": VERSION, "transfer_id": "t"}
         ([encode(GOOD | {"version": None})], "t", NOT_UNDERSTOOD),
         ([encode(GOOD | {"transfer_id": 7})], "", NOT_UNDERSTOOD),
         ([encode(GOOD | {"transfer_id": ["t"]})], "", NOT_UNDERSTOOD),
+        ([encode(GOOD | {"transfer_id": "t" * 257})], "", NOT_UNDERSTOOD),  # P remembers thousands of them
         ([encode(GOOD | {"unknown": 1})], "t", NOT_UNDERSTOOD),
         ([encode(GOOD | {"unknown": 1, "version": VERSION + 1})], "t", f"speaks version {VERSION}"),
         ([encode({"type": "Cancel", "transfer_id": "t"})], "t", NOT_UNDERSTOOD),

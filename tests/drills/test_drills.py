@@ -44,7 +44,7 @@ def test_some_drills():
     check(verdicts)
     by_name = {v.cell.name: v for v in verdicts}
     assert by_name["decode.freeze-d"].seconds > 1.5, "it did stand still"
-    assert by_name["decode.kill-d-core"].errored == 8
+    assert by_name["decode.kill-d-core"].errored >= 4
     # What README says an operator sees.
     assert any("the prefill was aborted" in line for line in by_name["prefill.abort-p"].said["D"])
     assert any("no KV blocks from" in line for line in by_name["middle-of-write.kill-p"].said["D"])
