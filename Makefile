@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 EXTRA  := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pd-demo test test-slow test-gpu check format size bench diagrams clean
+.PHONY: help setup demo pd-demo drills test test-slow test-gpu check format size bench diagrams clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,9 @@ demo: setup ## Answer a question with a real model: our scheduler, KV cache and 
 
 pd-demo: setup ## Watch a prefill and a decode node at work, and compare with a single node
 	$(BIN)/nanopd pd-demo
+
+drills: setup ## Break P, D and the router on purpose, in every way there is (minutes)
+	$(BIN)/nanopd pd-demo --drill all
 
 test: setup ## Run the tests (minutes)
 	@sh .ci/system-packages $(PYTHON) tests

@@ -88,15 +88,22 @@ class Processes:
         finally:
             self._logs.cleanup()
 
-    def start(self, name: str, *arguments: str, netns: str | None = None) -> Process:
+    @property
+    def directory(self) -> Path:
+        """For logs and the like; it goes with the processes."""
+        return Path(self._logs.name)
+
+    def start(
+        self, name: str, *arguments: str, netns: str | None = None, environment: dict[str, str] | None = None
+    ) -> Process:
         """Starts `nanopd ARGUMENTS`."""
         command = ["ip", "netns", "exec", netns] if netns else []
         command += [sys.executable, "-m", "nanopd", "--verbose", *arguments]
-        log = Path(self._logs.name) / f"{name.replace(' ', '-')}.log"
-        environment = {"OMP_NUM_THREADS": self._threads} | os.environ
+        log = self.directory / f"{name.replace(' ', '-')}.log"
+        variables = {"OMP_NUM_THREADS": self._threads} | os.environ | (environment or {})
         with log.open("wb") as file:
             popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, start_new_session=True
             )
         self._running.append(process := Process(name, popen, log))
         return process

@@ -39,8 +39,9 @@ class Job:
     """One request to be sent."""
 
     name: str
-    prompt: str
+    prompt: str | list[int]
     after: str | None = None  # not before this one has its first token
+    max_tokens: int | None = None  # else as many as all get
 
 
 @dataclass

@@ -8,7 +8,8 @@ only its own transfers (rule P6).
     start ---> ASKED --- Done ----------------------------------> DONE
                  |------ Failed --------------------------------> FAILED     recompute
                  '------ timeout, abort, loss  --> RECLAIMING -> FAILED     recompute at once, in other blocks; these
-                                                                             stay out of use until P cannot write (P4)
+                                                                             stay out of use until P cannot write (P4);
+                                                                             it is asked again and again
 """
 
 import contextlib
@@ -122,11 +123,15 @@ class Consumer:
         for address, peer in list(self._peers.items()):
             while (message := self._receive(peer)) is not None:
                 self._on_message(peer, message)
-            for transfer_id, recv in peer.recvs.items():
-                if recv.state is RecvState.ASKED and now > recv.deadline:
-                    self._give_up(peer, transfer_id, recv, f"no KV blocks in {self._load_timeout} s")
+            overdue = [(transfer_id, recv) for transfer_id, recv in peer.recvs.items() if now > recv.deadline]
+            for transfer_id, recv in overdue:
+                recv.deadline = now + self._load_timeout
+                if recv.state is RecvState.ASKED:
+                    self._give_up(peer, transfer_id, recv, f"none in {self._load_timeout} s")
+                else:  # our Cancel may be lost, or the answer to it; to say it twice does no harm
+                    logger.warning(f"{recv.request_id}: its blocks stay out of use: {recv.peer} may still write")
+                    self._send(peer, Cancel(VERSION, transfer_id))
             self._watch(address, peer)
-            overdue = any(now > recv.deadline for recv in peer.recvs.values())
             if overdue and not peer.connected and self._peers.get(address) is peer:
                 self._drop(address, peer)  # a name that cannot be found, for one
         for recv in [r for r in self._lost if now > (r.gone_at or 0) + GRACE]:
@@ -166,7 +171,7 @@ class Consumer:
         try:
             peer.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("the queue of messages to a prefill node is full")
+            logger.warning("the queue of messages to a prefill node is full: does it stand still?")
 
     def _receive(self, peer: Peer) -> Done | Failed | None:
         while True:
@@ -207,7 +212,7 @@ class Consumer:
 
     def _count_failure(self, recv: Recv, reason: str) -> None:
         self._stats.receive_failures += 1
-        logger.warning(f"{recv.request_id}: its KV blocks do not come from {recv.peer}: {reason}")
+        logger.warning(f"{recv.request_id}: no KV blocks from {recv.peer}: {reason}; it is computed here, or fails")
 
     def _watch(self, address: Address, peer: Peer) -> None:
         """Has the connection been lost, or could none be made?"""

@@ -268,7 +268,8 @@ class Producer:
         else:
             send.to(SendState.FAILED, answer.reason)
             self._stats.send_failures += 1
-            logger.warning(f"transfer {transfer_id} failed: {answer.reason}")
+            whose = f"{transfer_id} (request {send.plan and send.plan.request_id})"
+            logger.warning(f"transfer {whose} failed: {answer.reason}; its blocks are let go")
         if send.peer:
             self._reply(send.peer, answer)
         if send.plan is not None and send.plan.stage in (Stage.COMPLETE, Stage.ABORTED):

@@ -24,6 +24,7 @@ MAX_FRAME = 2**20  # bytes of one message: the ids of 100,000 blocks
 CANCELLED = "cancelled"  # the reason of the Failed that answers a Cancel
 BAD_MESSAGE = (msgspec.MsgspecError, RecursionError)  # what decoding somebody's bytes can raise
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Id = Annotated[str, msgspec.Meta(max_length=256)]  # P remembers thousands of them
 
 
 def tcp_address(host: str, port: int | str) -> str:
@@ -74,7 +75,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False  # this engine is D: fetch the prompt's blocks from the P named below
     remote_host: str | None = None
     remote_port: int | None = None
-    transfer_id: str = ""  # the same on both sides; the server fills in X-Request-Id where it is missing
+    transfer_id: Id = ""  # the same on both sides; the server fills in X-Request-Id where it is missing
 
     @classmethod
     def of(cls, raw: dict[str, Any] | None) -> "KVTransferParams | None":
@@ -110,7 +111,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """D to P: write blocks `first_block`, … of this prompt into mine."""
 
     version: int
-    transfer_id: str
+    transfer_id: Id
     session: str  # D's transfer engine, host:port
     base_address: Count  # of D's KV memory
     layout: Layout
@@ -124,13 +125,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """D to P: let go of this transfer. P answers Failed when it writes no more."""
 
     version: int
-    transfer_id: str
+    transfer_id: Id
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """P to D: all is written."""
 
-    transfer_id: str
+    transfer_id: Id
     num_bytes: int
     num_pieces: int  # contiguous runs of memory that were written
     seconds: float  # of writing
@@ -140,12 +141,12 @@ class Done(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """P to D: this transfer will not be completed, and nothing is written any more."""
 
-    transfer_id: str
+    transfer_id: Id
     reason: str
 
 
 class _Envelope(msgspec.Struct):
-    transfer_id: str = ""
+    transfer_id: Id = ""
 
 
 def transfer_of(frame: bytes) -> str:

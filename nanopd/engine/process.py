@@ -80,14 +80,15 @@ class State(Message):
 
 
 class EngineClient:
-    """Takes requests like an EngineCore; what comes of them is received. `died` ends when the process does."""
+    """Takes requests like an EngineCore; what comes of them is received. `died` ends when the process does. `directory`,
+    with the socket, can go when the first message has come: both have it open."""
 
     async def start(self, *configs: EngineConfig | KVTransferConfig) -> None:
         """Starts the process. It says EngineInfo when it is ready; a mistake of the user's ends it with exit code 2."""
-        self._directory = tempfile.TemporaryDirectory(prefix="nanopd-")  # only its owner may look inside
+        self.directory = tempfile.TemporaryDirectory(prefix="nanopd-")  # only its owner may look inside
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)  # what is on its way is bounded by how many requests the server lets in
-        self._socket.bind(address := f"ipc://{self._directory.name}/core")
+        self._socket.bind(address := f"ipc://{self.directory.name}/core")
         start = address, os.getpid(), logging.getLogger().getEffectiveLevel(), *configs
         program = sys.executable, "-P", "-m", "nanopd.engine.process", msgspec.json.encode(start).decode()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the modules that we use ourselves
@@ -118,7 +119,7 @@ class EngineClient:
         self._socket.close(linger=0)
 
     def kill(self) -> None:
-        self._directory.cleanup()
+        self.directory.cleanup()
         if self._process.returncode is None:
             self._process.kill()
 
@@ -153,11 +154,15 @@ def main(address: str, server_pid: int, log_level: int, engine: EngineConfig, kv
 
 
 def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> None:
-    """Messages come in between two steps; without work it sleeps until one comes, and looks for the server meanwhile."""
-    said = b""
+    """Messages come in between two steps; without work it sleeps until one comes, and looks for the server meanwhile.
+
+    If nothing is left but blocks that a peer may touch (P4), a look at them now and then will do: a peer that stands still
+    must not cost us a core.
+    """
+    said, s = b"", core.scheduler
     while os.getppid() == server_pid:
         news: list[EngineCoreOutput] = []
-        wait_ms = 0 if core.has_unfinished_requests() else 1000
+        wait_ms = 0 if s.requests or (s.connector and s.connector.has_news()) else 10 if s.reclaiming else 1000
         while socket.poll(wait_ms):
             wait_ms = 0
             match decode(socket.recv(), type=Add | Abort | Inspect | Stop):

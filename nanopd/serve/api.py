@@ -258,6 +258,7 @@ class Server:
         while True:
             match await self.client.receive():
                 case EngineInfo() as info:
+                    self.client.directory.cleanup()  # here, so that nothing is left behind if we are killed
                     self.info, name = info, Path(self.engine.model or info.model_path).resolve().name
                     self.frontend = await asyncio.to_thread(Frontend, self.client, info, self.engine.seed)
                     self.model, self.status = self.config.served_model_name or name, "ok"

@@ -13,6 +13,7 @@ It knows nothing of tokens or KV blocks. What a node has in its prefix cache it 
 import asyncio
 import itertools
 import json
+import logging
 import secrets
 import signal
 import sys
@@ -37,6 +38,7 @@ NOT_FOR_P = ("stream_options", "min_tokens", "max_completion_tokens")  # it comp
 POLICIES = {"round_robin": (0.0, 0.0), "least_loaded": (1.0, 0.0), "prefix_aware": (0.25, 1.0)}
 
 Pieces = AsyncGenerator[bytes, None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -48,6 +50,13 @@ class Node:
     calls: set[asyncio.Timeout] = field(default_factory=set)  # of requests in flight: a way to end them
     last_turn: int = 0
     seen: dict[int, None] = field(default_factory=dict)  # pieces of prompts sent there, the latest at the end
+    up: bool = True  # as far as the log says: that a node is up at the start is no news
+
+    def is_now(self, health: dict[str, Any], why: str = "") -> None:
+        """Takes in how it is; the log says what has changed."""
+        self.health, before, self.up = health, self.up, bool(health)
+        if self.up is not before:
+            logger.warning(f"{self.url} is {'up again' if health else f'down and gets no requests: {why}'}")
 
     def plays(self, role: str) -> bool:
         return self.health.get("role") in (role, "both")
@@ -68,8 +77,10 @@ class Failed(Exception):
 
     def __init__(self, node: Node, answer: web.Response) -> None:
         self.node, self.answer = node, answer
+        if answer.status >= 500:
+            logger.warning(f"a request failed at {node.url} (status {answer.status})")
         if answer.status > 500:  # 500 itself is about this request: the node may do well with others
-            node.health = {}
+            node.is_now({}, "it failed a request")
 
 
 def error(status: int, message: str) -> web.Response:
@@ -118,7 +129,10 @@ class Router:
         self.nodes = {url: Node(url.rstrip("/")) for url in (*config.prefill, *config.decode)}  # one may be both
         self.prefill, self.decode = ([self.nodes[url] for url in urls] for urls in (config.prefill, config.decode))
         self.app = web.Application(client_max_size=MAX_BODY)
+        # How requests ended, and how often a node failed one: whoever asked it again may have got a right answer.
+        self.counts = dict.fromkeys(("answered", "refused", "failed", "broken_off", "client_left", "tries_failed"), 0)
         self.app.router.add_get("/health", self.health)
+        self.app.router.add_get("/metrics", self.metrics)
         self.app.router.add_route("*", "/v1/{_:models|completions|chat/completions}", self.forward)
         self.app.cleanup_ctx.append(self.watch_all)
 
@@ -145,9 +159,10 @@ class Router:
         try:
             timeout = aiohttp.ClientTimeout(NODE_TIMEOUT)
             async with self.session.get(node.url + "/health", timeout=timeout, raise_for_status=True) as response:
-                node.health = {**await response.json()}
+                node.is_now({**await response.json()})
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError) as failure:
-            node.health, node.seen = {}, {}  # when it comes back, its cache is likely empty
+            node.is_now({}, str(failure) or f"no answer to /health in {NODE_TIMEOUT:.0f} s")
+            node.seen = {}  # when it comes back, its cache is likely empty
             while node.calls and isinstance(failure, TimeoutError):
                 node.calls.pop().reschedule(0)
 
@@ -158,6 +173,12 @@ class Router:
         for side, nodes in (("prefill", self.prefill), ("decode", self.decode)):
             answer[side] = [{"url": n.url, "up": bool(n.health), "in_flight": len(n.calls)} for n in nodes]
         return web.json_response(answer, status=200 if up else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For Prometheus."""
+        lines = [f'nanopd:router_requests_total{{outcome="{name}"}} {n}' for name, n in self.counts.items()]
+        lines += [f'nanopd:router_node_up{{url="{n.url}"}} {int(bool(n.health))}' for n in self.nodes.values()]
+        return web.Response(text="\n".join([*lines, ""]))
 
     # ---------------------------------------------------------------- which node to take
 
@@ -196,9 +217,15 @@ class Router:
                 return await self.attempt(request, body, d, p)
             except Failed as failure:
                 answer = failure.answer
+                self.counts["tries_failed"] += 1
                 if answer.status < 500 and answer.status != 429:
+                    self.counts["refused"] += 1
                     return answer  # the client's mistake, and would be one everywhere
                 tried.add(failure.node)
+            except asyncio.CancelledError:
+                self.counts["client_left"] += 1
+                raise
+        self.counts["failed"] += 1
         answer.headers["Retry-After"] = "1"
         return answer
 
@@ -222,7 +249,7 @@ class Router:
 
     async def pass_on(self, request: web.Request, kind: str, first: bytes, pieces: Pieces) -> web.StreamResponse:
         """An answer as it comes. It can no longer be begun anew: if D fails, it ends with an error and without [DONE]."""
-        answer = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        answer, outcome = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"}), "client_left"
         async with aclosing(pieces):
             with suppress(ConnectionResetError):  # the client has gone away
                 await answer.prepare(request)
@@ -230,8 +257,11 @@ class Router:
                 try:
                     async for piece in pieces:
                         await answer.write(piece)
+                    outcome = "answered"
                 except Failed as failure:
+                    outcome = "broken_off"
                     await answer.write(f"\n\ndata: {failure.answer.text}\n\n".encode())
+        self.counts[outcome] += 1
         return answer
 
     async def ask(self, node: Node, request: web.Request, body: dict[str, Any]) -> Pieces:

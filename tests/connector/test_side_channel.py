@@ -15,7 +15,7 @@ import torch
 from nanopd.connector.protocol import CANCELLED, MAX_FRAME, VERSION, Cancel, Done, Failed, KVTransferParams, Pull
 from nanopd.request import Request
 from tests.connector.pair import Node, alone, run
-from tests.connector.wire import Dealer, FakeP, encode, pull
+from tests.connector.wire import SECONDS, Dealer, FakeP, encode, pull
 
 HOLD = 2.0  # P's kv_hold_timeout here
 LOAD = 0.5  # D's kv_load_timeout, where P is a fake
@@ -118,6 +118,7 @@ GOOD = {"type": "Cancel", "version": VERSION, "transfer_id": "t"}
         ([encode(GOOD | {"version": None})], "t", NOT_UNDERSTOOD),
         ([encode(GOOD | {"transfer_id": 7})], "", NOT_UNDERSTOOD),
         ([encode(GOOD | {"transfer_id": ["t"]})], "", NOT_UNDERSTOOD),
+        ([encode(GOOD | {"transfer_id": "t" * 257})], "", NOT_UNDERSTOOD),  # P remembers thousands of them
         ([encode(GOOD | {"unknown": 1})], "t", NOT_UNDERSTOOD),
         ([encode(GOOD | {"unknown": 1, "version": VERSION + 1})], "t", f"speaks version {VERSION}"),
         ([encode({"type": "Cancel", "transfer_id": "t"})], "t", NOT_UNDERSTOOD),
@@ -444,6 +445,24 @@ def test_a_silent_p(d: Node, fake: FakeP, expected: list[int]):
     run(d, until=lambda: "s" in d.ended, seconds=5)
     assert d.tokens["s"] == expected and d.num_free == 200 - 2 * COUNT
     fake.close()
+
+
+def test_a_lost_answer_to_a_cancel(d: Node, fake: FakeP, expected: list[int], caplog: pytest.LogCaptureFixture):
+    """P4: D asks again and again, and says which blocks it keeps out of use meanwhile; one answer is enough."""
+    ask(d, fake)
+    assert finish(d) == expected
+    end = time.monotonic() + SECONDS
+    heard = [fake.hear(0)]
+    while len(heard) < 3:
+        d.step()
+        if message := fake.hear(0):
+            heard.append(message)
+        assert time.monotonic() < end, heard
+    assert heard == [Cancel(VERSION, "r")] * 3 and d.num_free == 200 - COUNT
+    assert f"r: its blocks stay out of use: ('127.0.0.1', {fake.port}) may still write" in caplog.text
+    fake.say(encode(Failed("r", CANCELLED)))
+    run(d, seconds=5)
+    assert d.num_free == 200
 
 
 def test_a_p_that_talks_too_much(d: Node, fake: FakeP, expected: list[int]):

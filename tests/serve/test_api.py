@@ -267,7 +267,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({"prompt": value}, "prompt") for value in (1, {}, True)),
     *(({"prompt": value}, "") for value in ([1.5], [-1], [300], [[1], "x", 3], [["a"]], [None], [True], [[[1]]])),
     *(({"prompt": value}, "empty") for value in ("", [], [[]], ["x", ""])),
-    *(({"kv_transfer_params": value}, "kv_transfer_params") for value in (1, "x", {"do_remote_decode": "yes"})),
+    *(
+        ({"kv_transfer_params": value}, "kv_transfer_params")
+        for value in (1, "x", {"do_remote_decode": "yes"}, {"transfer_id": 257 * "x"})
+    ),
     *(({"kv_transfer_params": {"do_remote_decode": True}}, "--role") for _ in (1,)),
     *(
         ({name: value}, name)

@@ -167,3 +167,16 @@ def test_mistakes_of_the_user(tiny_model: Path, tmp_path: Path):
     assert nowhere.process.wait(60) == 2
     assert "nowhere" in nowhere.wait_for("Error: ")
     assert not any("Traceback" in line for line in taken.stderr + nowhere.stderr)
+
+
+def test_a_killed_server_leaves_no_file(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """kill -9 of both processes: nobody is left who could clean up, so there must be nothing to clean up."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Server(tiny_model, *OPTIONS) as server:
+        core = server.core_pid
+        assert not list(tmp_path.glob("nanopd-*"))
+        for pid in (server.api_pid, core):
+            psutil.Process(pid).kill()
+        wait_gone(core)
+        assert not list(tmp_path.glob("nanopd-*"))
+        server.process.wait(10)

@@ -503,6 +503,55 @@ async def test_a_dead_node_is_skipped_until_it_is_back(side):
         assert await ups() == [True, True]
 
 
+@aio
+async def test_what_an_operator_sees(caplog):
+    """Which node is down, why and when it is back; and how requests ended, on /metrics."""
+    p, d = Fake("prefill"), Fake()
+
+    async with routing([p], [d], health_interval=0.05) as client:
+
+        async def numbers() -> dict[str, int]:
+            async with client.session.get(client.url + "/metrics") as response:
+                lines = [line.rsplit(" ", 1) for line in (await response.text()).splitlines()]
+                return {name.removeprefix("nanopd:router_"): int(number) for name, number in lines}
+
+        def outcomes(now: dict[str, int]) -> dict[str, int]:
+            return {name.split('"')[1]: n for name, n in now.items() if name.startswith("requests_total") and n}
+
+        assert (await client.post(PROMPT))[0] == 200
+        now = await numbers()
+        assert outcomes(now) == {"answered": 1} and not caplog.text
+        assert now[f'node_up{{url="{p.url}"}}'] == now[f'node_up{{url="{d.url}"}}'] == 1
+
+        p.act, d.delay = 500, 0.1  # D computes it
+        assert (await client.post(PROMPT))[0] == 200
+        assert outcomes(await numbers()) == {"answered": 2, "tries_failed": 1}
+        assert f"a request failed at {p.url} (status 500)" in caplog.text
+
+        p.delay, p.act, d.act = 0.3, 200, 400
+        assert (await client.post(PROMPT))[0] == 400
+        assert outcomes(await numbers()) == {"answered": 2, "tries_failed": 2, "refused": 1}
+        assert d.url not in caplog.text, "the client's mistake is not the node's"
+
+        d.act, d.delay = "break mid", 0.0
+        assert (await client.post(STREAM))[0] == 200
+        assert outcomes(await numbers())["broken_off"] == 1
+        assert f"{d.url} is down and gets no requests: it failed a request" in caplog.text
+        await until(lambda: f"{d.url} is up again" in caplog.text)
+
+        d.act, d.delay = 200, 9
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.post(PROMPT), 0.2)
+        await until(lambda: client.router.counts["client_left"] == 1)
+
+        await d.stop()
+        await until(lambda: not client.node(d).health)
+        assert (await client.post(PROMPT))[0] == 503
+        now = await numbers()
+        assert outcomes(now)["failed"] == 1 and now[f'node_up{{url="{d.url}"}}'] == 0
+        assert caplog.text.count(" is down") == 2 and caplog.text.count(" is up again") == 1
+
+
 @pytest.mark.parametrize("health", [503, 404, "garbage"])
 @aio
 async def test_health_that_is_none(health):
