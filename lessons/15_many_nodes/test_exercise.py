@@ -75,14 +75,12 @@ def test_affinity(student: ModuleType, random: Random) -> Any:
     """With equal loads each conversation stays with its node"""
     mine = student.PrefixRouter(bound=2, most=1000)
     talks = [conversation(random, 4) for _ in range(6)]
-    load = dict.fromkeys(NODES, 0)
-    where = []
+    where: list[list[str]] = [[] for _ in talks]
     for turn in range(4):
-        for talk in random.sample(range(6), 6) if turn else range(6):
-            load = load if turn else {node: sum(w == node for _, w in where) for node in NODES}
-            where.append((talk, mine.choose(dict(load), talks[talk][turn])))
-        load = dict.fromkeys(NODES, 2)
-    return {f"conversation {i}": [node for talk, node in where if talk == i] for i in range(6)}
+        for i in random.sample(range(6), 6):
+            begun = {node: sum(went[:1] == [node] for went in where) for node in NODES}
+            where[i].append(mine.choose(begun if turn == 0 else dict.fromkeys(NODES, 2), talks[i][turn]))
+    return {f"conversation {i}": went for i, went in enumerate(where)}
 
 
 @case(points=2, hint="Which nodes may be chosen at all? Look for the least loaded one first; then for the prefix.")

@@ -1,5 +1,6 @@
 """What exercise 16 is graded by. `nanopd grade 16 FILE`, or `pytest` in this folder for exercise.py."""
 
+import tempfile
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -7,7 +8,8 @@ from typing import Any
 
 from nanopd.trace.events import Arrived, Moved, Planned, Sampled
 from nanopd.trace.file import Line
-from nanopd_lessons.grading import case, generate, model
+from nanopd_lessons import drive
+from nanopd_lessons.grading import case, generate
 from nanopd_lessons.service import Job, Run, plan_only, real_engine
 
 assert generate  # the grader loads torch once for all cases
@@ -119,8 +121,8 @@ def test_real_engine(student: ModuleType, random: Random) -> Any:
     trouble = random.choice(["cache", "prefill", "preemption"])
     jobs = essays(random) if trouble == "preemption" else chat(random, 5 * (trouble == "prefill"), trouble == "cache")
     blocks = 120 if trouble == "preemption" else 1000
-    jobs = [Job(j.name, j.at, j.prompt, j.max_tokens) for j in jobs]
-    run = real_engine(Path(model()), jobs, num_blocks=blocks, max_model_len=1900)
+    tiny = drive.tiny_model(Path(tempfile.mkdtemp()) / "tiny")
+    run = real_engine(tiny, jobs, num_blocks=blocks, max_model_len=1900)
     return {
         "diagnosis": student.diagnose(run.lines),
         "hit rate": student.hit_rate(run.lines),

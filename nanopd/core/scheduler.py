@@ -88,7 +88,8 @@ class Scheduler:
         self.kv.update_block_hashes(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
-        self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
+        if self.trace is not ignore:
+            self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -115,9 +116,8 @@ class Scheduler:
         self._finished_req_ids, self._lost_req_ids = set(), set()
         try:
             self._schedule_running(output)
-            lookups_pending = False
-            if not output.preempted_req_ids:  # whoever was just thrown out must not come back past those who stayed
-                lookups_pending = self._schedule_waiting(output)
+            # After a preemption nobody is admitted: whoever was thrown out must not come back past those who stayed.
+            lookups_pending = not output.preempted_req_ids and self._schedule_waiting(output)
             if self.requests and not output.num_scheduled_tokens and not output.preempted_req_ids:
                 self._ensure_progress(lookups_pending)
             output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
