@@ -6,7 +6,7 @@ You get the lines of a trace, in order: `line.time` in seconds, `line.step`, and
 
 from collections.abc import Sequence
 
-from nanopd.trace.events import Arrived, Moved, Planned, Sampled  # noqa: F401
+from nanopd.trace.events import Arrived, Moved, Planned, Sampled
 from nanopd.trace.file import Line
 
 
