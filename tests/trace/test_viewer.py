@@ -359,7 +359,9 @@ def test_what_a_preemption_costs(browser: Browser, tmp_path: Path):
     assert text in browser.run("document.querySelector('.story').innerText")
     assert text in browser.run("document.querySelector('.facts').innerText")
     assert browser.run("document.querySelectorAll('[data-position].again').length") == lost - found
-    fates = browser.run("[...document.querySelectorAll('.facts dd > div')].map((d) => d.innerText.replace(/\\s+/g, ' '))")
+    fates = browser.run(
+        "[...document.querySelectorAll('.facts dd > div')].map((d) => d.innerText.replace(/\\s+/g, ' '))"
+    )
     assert fates == [
         f"B{a} → B{b} {'kept' if 4 * i < found else 'computed again'}" for i, (a, b) in enumerate(zip(had, new))
     ]
