@@ -13,13 +13,15 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from nanopd.core.output import ModelRunnerOutput
 from nanopd.trace import export
-from nanopd.trace.events import Transfer
+from nanopd.trace.events import Allocated, Moved, Refused, Transfer
+from nanopd.trace.file import read
 from tests.core import test_state_machine
 from tests.core.drive import Driver, make_request, make_scheduler
 from tests.trace.browser import CHROMIUM, Browser
 from tests.trace.record import trace_to
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian: apt-get install chromium)")
+ROOT = Path(__file__).parent.parent.parent
 HOSTILE = '</script><img src="https://example.org/x" onerror="boom()">&amp;'
 
 
@@ -243,7 +245,34 @@ def test_search(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
     browser.key("/")
     browser.type("no such thing")
     assert browser.run("document.getElementById('results').innerText") == "Nothing found."
+    assert browser.run(ON_TOP % "#results button")
     browser.key("Escape")
+
+
+ON_TOP = """(() => { const hit = document.querySelector('%s'), box = hit.getBoundingClientRect();
+  return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === hit; })()"""
+
+
+@pytest.mark.parametrize(("width", "height", "phone"), [(1280, 900, False), (390, 844, True)])
+def test_hits_are_in_sight_whole_and_in_order_of_time(
+    browser: Browser, tight: tuple[str, list[dict[str, Any]]], width: int, height: int, phone: bool
+):
+    try:
+        browser.window(width, height, phone=phone)
+        browser.open(tight[0])
+        for query in ("preempted", "finished", "evicted", "shared", "waits"):
+            browser.run("document.getElementById('search').focus()")
+            browser.type(query)
+            assert browser.run(ON_TOP % "#results button.first"), query
+            hits = browser.run("[...document.querySelectorAll('#results button')].map((b) => b.innerText)")
+            steps = [int(hit.split(":")[0].removeprefix("step ")) for hit in hits]
+            assert steps == sorted(steps), "from the first to the last"
+            assert all(re.match(r"step \d+: (request .|block B\d)", hit) for hit in hits)
+            cut = "[...document.querySelectorAll('#results button')].some((b) => b.scrollWidth > b.clientWidth)"
+            assert not browser.run(cut)
+            browser.key("Escape")
+    finally:
+        browser.window(1280, 900)
 
 
 def test_a_link_leads_to_the_same_picture(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
@@ -261,6 +290,108 @@ def test_a_link_leads_to_the_same_picture(browser: Browser, tight: tuple[str, li
     for strange in ("#step=99999", "#step=-1&block=x", "#request=nobody", "#block=999&engine=7", "#%%%", "#step=1e9"):
         browser.open(url + strange)
         assert browser.run("document.querySelectorAll('.cell').length") == 7
+
+
+def test_every_rule_it_shows_is_one_of_the_rules(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    """The page has a sentence for each rule that it, or an event of the engine, names; and each is in lessons/rules.md."""
+    written = set(re.findall(r"^- \*\*(\w+)\*\*", (ROOT / "lessons/rules.md").read_text(), re.M))
+    named = re.findall(r'RULE\("([SKP]\d+)', (ROOT / "nanopd/trace/viewer.html").read_text())
+    named += re.findall(r'"(S\d+)(?: case [AB])?"', (ROOT / "nanopd/core/scheduler.py").read_text())
+    browser.open(tight[0])
+    told = browser.run("Object.fromEntries(Object.entries(RULES))")
+    assert {"S3", "S4", "K4", "K5", "K6", "S10"} <= set(named) <= told.keys() <= written
+    assert {f"S{i}" for i in range(1, 12)} | {f"K{i}" for i in range(1, 11)} | {"P3", "P4", "P5"} == told.keys()
+    browser.key("p")
+    for how in (browser.hover, browser.click):
+        how(".story .rule[data-rule='S3']")
+        assert browser.run("document.getElementById('tip').innerText") == f"S3: {told['S3']}"
+        assert 0 < len(told["S3"]) < 300
+        browser.key("Escape")
+        assert browser.run("document.getElementById('tip').innerText") == ""
+    browser.run("document.querySelector('.story .rule[data-rule=K6]').focus()")
+    assert browser.run("document.getElementById('tip').innerText") == f"K6: {told['K6']}"
+    browser.key("?")
+    text = browser.run("document.getElementById('help').innerText")
+    assert all(sentence in text for sentence in told.values())
+    browser.key("Escape")
+    assert not browser.run("document.getElementById('help').open")
+
+
+def narrow(directory: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The run of the lessons' question: request 1 is thrown out for 0, and finds its first block again."""
+    scheduler = make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=16)
+    states = trace_to(directory / "n.jsonl", scheduler)
+    for name in "01":
+        scheduler.add_request(make_request(name, prompt=[int(name) + 50, *range(8)], max_tokens=8))
+    Driver(scheduler).run()
+    return page(directory / "n.html", directory / "n.jsonl"), list(states.values())
+
+
+def test_what_a_preemption_costs(browser: Browser, tmp_path: Path):
+    url, states = narrow(tmp_path)
+    _, lines = read(tmp_path / "n.jsonl")
+    browser.open(url)
+    browser.key("p")
+    at = browser.run("pos")
+    before, held = states[at - 1], states[at]
+    (victim,) = [i for i, r in held["requests"].items() if r[0] == "preempted"]
+    lost, had = before["requests"][victim][1], before["tables"][victim]
+    story = browser.run("document.querySelector('.story').innerText")
+    assert f"its {lost} computed tokens no longer count" in story
+    assert "free queue now:" in story
+    assert browser.run("document.getElementById('jump').disabled"), "there is only one"
+    assert browser.run("document.getElementById('which').textContent") == "preemption 1 of 1"
+    assert "preempted" in browser.run(f"document.querySelector('.card[data-request=\"{victim}\"] .why').innerText")
+
+    browser.key("ArrowRight")  # it waits
+    browser.click(f".card[data-request='{victim}']")
+    assert "preempted" in browser.run(f"document.querySelector('.card[data-request=\"{victim}\"] .why').innerText")
+    assert "waits" in browser.run("document.querySelector('.hist li.now').innerText")
+    assert browser.run("document.querySelectorAll('[data-position].again').length") == lost
+
+    back = next(n for n in range(at + 1, len(states)) if states[n]["requests"][victim][0] == "running")
+    browser.run(f"go({back}), draw()")
+    new = states[back]["tables"][victim]
+    (got,) = (line.event for line in lines if line.step == back and isinstance(line.event, Allocated))
+    found = 4 * got.num_hits
+    assert 0 < found < lost
+    text = f"of {lost} tokens computed before the preemption {found} found, {lost - found} to compute again"
+    assert text in browser.run("document.querySelector('.story').innerText")
+    assert text in browser.run("document.querySelector('.facts').innerText")
+    assert browser.run("document.querySelectorAll('[data-position].again').length") == lost - found
+    fates = browser.run(
+        "[...document.querySelectorAll('.facts dd > div')].map((d) => d.innerText.replace(/\\s+/g, ' '))"
+    )
+    assert fates == [
+        f"B{a} → B{b} {'kept' if 4 * i < found else 'computed again'}" for i, (a, b) in enumerate(zip(had, new))
+    ]
+
+
+def test_free_blocks_that_are_its_own_hits_are_told_apart(browser: Browser, tmp_path: Path):
+    """`none free` next to a free queue with blocks in it: those that the request would find again do not count."""
+    url, states = narrow(tmp_path)
+    _, lines = read(tmp_path / "n.jsonl")
+    browser.open(url)
+    told = 0
+    for step in range(len(states)):
+        refused = [line.event for line in lines if line.step == step and isinstance(line.event, Refused)]
+        if not refused or any(isinstance(line.event, Moved) and line.step == step for line in lines):
+            continue
+        browser.run(f"go({step}), draw()")
+        line = browser.run("document.querySelector('.story li.warn').innerText.replace(/\\s+/g, ' ')")
+        queue = states[step]["free_queue"]
+        assert f"{refused[-1].wanted} new, {refused[-1].free or 'none'} free" in line
+        own = re.findall(r"B\d", line.split("besides its own ")[1]) if "besides" in line else []
+        assert len(own) == len(queue) - refused[-1].free
+        assert {int(b.removeprefix("B")) for b in own} <= set(queue)
+        told += bool(own)
+    assert told
+
+
+def test_the_strip_says_what_lies_under_the_pointer(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    browser.open(tight[0])
+    browser.hover("#map")
+    assert re.match(r"step \d+: \d+ tokens?, \d of 7 blocks in use", browser.run("$('tip').textContent"))
 
 
 def test_names_are_text_and_nothing_else(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
