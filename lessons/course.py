@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rich.markdown import Markdown
 from rich.rule import Rule
@@ -112,9 +113,8 @@ def run(lesson: Lesson, step: bool) -> int:
         if cell.kind == "markdown":
             console.print(Markdown(re.sub(r"\A# .*\n", "", cell.source)))  # the title stands above
             continue
-        console.print(
-            Syntax(cell.source, "python", line_numbers=True, start_line=cell.line, background_color="default")
-        )
+        options: dict[str, Any] = {"line_numbers": True, "start_line": cell.line, "background_color": "default"}
+        console.print(Syntax(cell.source, "python", word_wrap=True, **options))
         if step and not _go_on():
             return 0
         try:
