@@ -10,7 +10,8 @@ def draw() -> Picture:
     p = Picture(
         "The waiting loop",
         "For the head of the queue: is its remote data there, what is computed already here or elsewhere, does it "
-        "load asynchronously, does it get blocks. Who is not ready goes to step_skipped_waiting.",
+        "load asynchronously, does it get blocks. Who is not ready goes to step_skipped_waiting; without blocks, also for "
+        "what is to be loaded, the loop ends.",
         "Scheduler._schedule_waiting: S4, S5, S6",
     )
     names_exist(Scheduler, "_schedule_waiting", "_try_promote")
@@ -42,14 +43,15 @@ def draw() -> Picture:
         40, 300, "into the hash table (K8);\nif all came, the last token is\ncomputed again; `WAITING` (S5)", 222, 78
     )
     p.arrow(promote.b(0.06), ready.l(), "yes", "|-", on=0, at=0.25)
-    p.arrow(ready.b(), some.l(), "it has its blocks", "|-", on=1, side="below", at=0.3)
+    p.arrow(ready.b(), some.l(), "holds blocks,\nmay need one more", "|-", on=1, side="below", at=0.3)
     unknown = p.box(730, 302, "`step_skipped_waiting`", 222, 36, "warn")
     p.arrow(remote.r(), unknown.l(), "not yet")
-    reserve = p.box(730, 386, "`delay_caching=True` (K8)\nno tokens in this step", 222, 56)
-    p.arrow(load.r(), reserve.l(), "yes")
-    wait = p.box(730, 480, "`WAITING_FOR_REMOTE_KVS`\n`step_skipped_waiting` (S5)", 222, 56, "warn")
-    p.arrow(reserve.b(), wait.t(), "`allocate_slots`", side="left")
-    end = p.box(730, 596, "the loop ends:\nnobody overtakes (S4)", 222, 56, "bad")
+    reserve = p.box(730, 376, "no tokens in this step\n`allocate_slots`,\n`delay_caching=True` (K8)", 222, 76)
+    p.arrow(load.r(), reserve.l(0.5), "yes")
+    wait = p.box(754, 496, "`WAITING_FOR_REMOTE_KVS`\n`step_skipped_waiting`\n(S5)", 198, 76, "warn")
+    p.arrow(reserve.b((858 - 730) / 222), wait.t(104 / 198), "has its blocks", side="left")
+    end = p.box(730, 606, "the loop ends:\nnobody overtakes (S4)", 222, 56, "bad")
+    p.arrow(reserve.b(14 / 222), end.t(14 / 222), "None", side="left", at=0.75)
     p.arrow(some.r(), end.l(), "None", "-|-", bend=690, on=0)
     p.text(
         0,

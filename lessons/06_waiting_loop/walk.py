@@ -84,10 +84,11 @@ plan = drive.step(s, transfers=KVConnectorOutput(finished_recving={"A"}))
 assert plan.num_scheduled_tokens == {"B": 1, "C": 1, "D": 8}
 assert ids(s.skipped_waiting) == ["A"] and s.finished_recving_kv_req_ids == {"A"} and not s.loading
 assert remote.asked.count("A") == 1, "whoever holds blocks is not looked up again"
+show.queues(s, "after step 2: A's data is here, promotion comes later")
 
 # %% [markdown]
 # ## Step 3: promotion
-# B ends here (we abort it), so a seat is free. E has come before the step, but A stands in `skipped_waiting`: it goes first.
+# We abort B, so a seat is free. E has come before the step, but A stands in `skipped_waiting`: it goes first.
 # All of its tokens came, so one is computed again: the last.
 
 # %%
@@ -104,6 +105,44 @@ sampled = drive.finish_step(s, plan)
 assert "A" in sampled, "the first token of A, after one computed token instead of eight"
 history = [status for _, status in a.metrics.history]
 assert history == ["waiting", "waiting for remote KVs", "waiting", "running"]
+show.queues(s, "after step 3")
+
+# %% [markdown]
+# ## No seat, no promotion
+# One seat. B took it while A was loading. A's data is here, but without a free seat the loop looks at nobody. Then we
+# abort B.
+
+# %%
+s = drive.scheduler(num_blocks=16, connector=Remote(A=8), max_num_seqs=1)
+a, b = (drive.request(name, 8, max_tokens=20) for name in "AB")
+s.add_request(a)
+s.add_request(b)
+drive.step(s, transfers=KVConnectorOutput(finished_recving={"A"}))
+assert drive.step(s).num_scheduled_tokens == {"B": 1}
+show.queues(s, "loaded, and no seat")
+assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS and s.finished_recving_kv_req_ids == {"A"}
+assert all(block.block_hash is None for block in s.kv.tables["A"]), "held, and still not in the hash table"
+s.finish_requests(["B"])
+assert drive.step(s).num_scheduled_tokens == {"A": 1}
+
+# %% [markdown]
+# ## A remote hit, and no blocks for it
+# A fills 3 of 4 blocks. The 8 tokens of B lie elsewhere, and need 2. B is a head that gets no blocks: the loop ends, and C
+# does not pass. The next step asks about B again.
+
+# %%
+remote = Remote(B=8)
+s = drive.scheduler(num_blocks=4, connector=remote)
+s.add_request(drive.request("A", 10, max_tokens=2))
+drive.step(s)
+for name, tokens in (("B", 8), ("C", 2)):
+    s.add_request(drive.request(name, tokens))
+remote.asked = []
+plan = drive.step(s)
+assert plan.num_scheduled_tokens == {"A": 1} and not plan.kv_connector_metadata and not s.loading
+assert ids(s.waiting) == ["B", "C"] and remote.asked == ["B"]
+plan = drive.step(s)  # A has ended
+assert remote.asked == ["B", "B", "C"] and s.loading == {"B"} and plan.num_scheduled_tokens == {"C": 2}
 
 # %% [markdown]
 # ## Local hit, then remote hit
@@ -202,8 +241,10 @@ for name, tokens in (("B", 10), ("C", 2)):
     s.add_request(drive.request(name, tokens))
 plan = drive.step(s)
 assert plan.num_scheduled_tokens == {"A": 1} and ids(s.waiting) == ["B", "C"]
+show.queues(s, "2 blocks are free, and C would need one")
 drive.step(s)  # the last token of A: its blocks are free
 plan = drive.step(s)
+show.plan(plan, "A has ended")
 assert plan.num_scheduled_tokens == {"B": 10, "C": 2}
 
 # %% [markdown]
@@ -231,7 +272,8 @@ assert s.kv.get_block_ids("B") == [] and not b.ask_connector and b.num_computed_
 assert len(s.kv.get_block_ids("A")) == 2 and a.status is RequestStatus.WAITING
 plan = drive.step(s)
 assert plan.num_scheduled_tokens == {"A": 1}
-show.queues(s, "A runs, B will compute its prompt itself")
+show.queues(s, "A runs; B, once skipped, stays there until it runs")
+assert ids(s.skipped_waiting) == ["B"] and b.status is RequestStatus.WAITING
 drive.run(s)
 assert s.kv.pool.num_free_blocks == 4 and a.num_output_tokens == b.num_output_tokens == 2
 

@@ -1,7 +1,7 @@
 """Exercise 11: which bytes go where.
 
-P has a block table, D has another. Say which blocks can be sent, which of D's belong to which of P's, and which runs of
-memory have to be written. `nanopd grade 11 exercise.py` puts your `pieces_of` into the real producer.
+P has a block table, D has another. Say which blocks can be sent, which of D's belong to which of P's, and which pieces
+of memory have to be written. `nanopd grade 11 exercise.py` puts your `pieces_of` into the real producer.
 
 Read Layout first: run r of block b begins `(r * num_blocks + b) * run_bytes` after the start of the memory. P and D have the
 same layout, but not the same number of blocks.
@@ -14,7 +14,7 @@ from nanopd.connector.protocol import Layout
 
 
 class Piece(NamedTuple):
-    """One contiguous run of memory to write: `num_bytes` from address `source` here to address `target` there."""
+    """What is written at once, without a gap: `num_bytes` from address `source` here to address `target` there."""
 
     source: int
     target: int

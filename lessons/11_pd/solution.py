@@ -7,7 +7,7 @@ from nanopd.connector.protocol import Layout
 
 
 class Piece(NamedTuple):
-    """One contiguous run of memory to write: `num_bytes` from address `source` here to address `target` there."""
+    """What is written at once, without a gap: `num_bytes` from address `source` here to address `target` there."""
 
     source: int
     target: int
