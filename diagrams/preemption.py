@@ -60,7 +60,8 @@ def draw() -> Picture:
     p.text(
         14,
         3 * 132 + 118,
-        f"{by_chance} are no hits, though they hold h2 and h3 once more: they stood next in the queue, with a's tokens in them.\n"
+        f"{by_chance} are no hits, though they hold h2 and h3 once more: "
+        "they stood next in the queue, with a's tokens in them.\n"
         f"B{table[4]} is for b's ninth token, which was sampled in 1.",
         kind="soft",
     )

@@ -59,7 +59,9 @@ scheduler = drive.scheduler(num_blocks=100, max_model_len=30)
 scheduler.add_request(ends := drive.request("ends", 10, max_tokens=100))
 while scheduler.has_unfinished_requests():
     computed = ends.num_computed_tokens
-    assert ends.num_tokens_with_spec - computed <= 30 - 1 - computed, "the fourth limit is never less than what is missing"
+    assert ends.num_tokens_with_spec - computed <= 30 - 1 - computed, (
+        "the fourth limit is never less than what is missing"
+    )
     drive.step(scheduler)
 assert ends.num_tokens == 30
 
