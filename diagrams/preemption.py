@@ -33,7 +33,7 @@ def draw() -> Picture:
         "1  a and b run, and every block is held.",
         "2  a needs a block and none is free: b, the last of `running`, gives up its own, last block first.",
         "3  a has popped {lost} from the head (their hashes are forgotten), and has ended: its blocks went to the end.",
-        "4  b comes back: {hit} found by hash and touched, {new} popped from the head and computed again.",
+        "4  b comes back: {hit} found by hash and touched, {new} popped from the head and filled anew.",
     ]
     lost = [i for i in ids(moments[1].kv) if moments[2].kv.pool.blocks[i].block_hash not in hashes][:2]
     table = moments[3].kv.get_block_ids("b")
