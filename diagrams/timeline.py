@@ -24,6 +24,7 @@ def draw() -> Picture:
         if not run.scheduler.has_unfinished_requests():
             break
         run.step()
+    arrived = {name: step for step, new in arrivals.items() for name, _, _ in new}
     plans = [event.scheduled for event in run.events if isinstance(event, Planned)]
     lengths = {e.request_id: len(e.token_ids) for e in run.events if isinstance(e, Arrived)}
     x0, w = 150, 64
@@ -33,6 +34,8 @@ def draw() -> Picture:
     for row, (name, length) in enumerate(lengths.items()):
         y = 20 + row * 46
         p.text(0, y + 17, f"{name}: {length} tokens")
+        if arrived[name]:
+            p.text(x0 + arrived[name] * w - 6, y + 17, f"arrives after step {arrived[name]}", "end", "soft")
         for step, plan in enumerate(plans):
             for request_id, first, n in plan:
                 if request_id == name:
@@ -67,8 +70,8 @@ def draw() -> Picture:
         y + BUDGET * unit + 54,
         'Nobody said "prefill" or "decode": each request catches up with its tokens (S1), running ones first '
         "(S2), and what is left of\n"
-        "the budget goes to those who wait (S4). So c and d come in without stopping a and b, who go on with a token "
-        "a step.",
+        "the budget goes to those who wait (S4). So c and d start in the step after they arrive, without stopping a and "
+        "b, who go on.",
         kind="soft",
     )
     p.line(Point(x0, y + BUDGET * unit), Point(x0 + len(plans) * w, y + BUDGET * unit))

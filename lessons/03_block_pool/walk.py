@@ -162,19 +162,23 @@ assert [block.block_id for block in got or []] == [0, 2], "the hit first, then a
 
 # %% [markdown]
 # ## Twins (K7)
-# Two requests with the same prompt are planned in one step: nothing was cached when they looked. The first keeps its place.
+# Two requests with the same prompt of two blocks. The second finds the first block. The last it computes itself.
 
 # %%
-kv = KVCacheManager(num_blocks=4, block_size=2)
-one, two = drive.request("one", [1, 2, 3]), drive.request("two", [1, 2, 3])
-for r in (one, two):
-    kv.update_block_hashes(r)
-    kv.allocate_slots(r, 0, 3, delay_caching=True)
-for r in (one, two):
-    kv.cache_blocks(r, 3)
-assert one.block_hashes == two.block_hashes
-assert kv.pool.get_cached_block(one.block_hashes[0]) is kv.tables["one"][0]
-assert kv.tables["two"][0].block_hash is None, "the twin stays out"
+scheduler = drive.scheduler(num_blocks=8, block_size=2)
+kv = scheduler.kv
+for name in ("one", "two"):
+    scheduler.add_request(drive.request(name, [1, 2, 3, 4]))
+plan = drive.step(scheduler)
+show.blocks(kv, "two requests, the same four tokens")
+one, two = scheduler.requests["one"], scheduler.requests["two"]
+assert one.block_hashes == two.block_hashes and plan.num_scheduled_tokens == {"one": 4, "two": 2}
+assert (kv.get_block_ids("one"), kv.get_block_ids("two")) == ([0, 1], [0, 2]), "the first is shared, the last is not"
+assert kv.pool.get_cached_block(one.block_hashes[1]) is kv.tables["one"][1]
+assert kv.tables["two"][1].block_hash is None, "the twin stays out"
+assert plan.scheduled_new_reqs[1].block_ids == [0, 2], "the worker was told of the twin"
+drive.step(scheduler)
+assert kv.get_block_ids("two")[:2] == [0, 2], "a table only grows"
 
 # %% [markdown]
 # ## Check yourself

@@ -26,6 +26,7 @@ assert [row[3] for row in rows] == [4, 4, 2, 1, 1, 1]
 assert [row[4] for row in rows] == [0, 0, 1, 2, 3, 4], "a token is sampled when nothing is missing any more"
 assert all(missing == 1 for _, _, missing, _, output in rows if output > 1), "decode is what missing = 1 looks like"
 assert sum(row[3] for row in rows) == 10 + 4 - 1, "the last token is never computed: nobody asks what follows it"
+assert request.num_tokens_with_spec == request.num_tokens == 14, "there are no drafts"
 
 # %% [markdown]
 # ## The least of four (S2)
@@ -49,6 +50,20 @@ for least, r, computed, budget, expected in cases:
     rows.append((least, r.num_tokens - computed, 64, budget, 300 - 1 - computed, got))
     assert got == expected
 show.table("limits", ("the least is", "missing", "threshold", "budget", "max_model_len - 1 - computed", "tokens"), rows)
+
+# %% [markdown]
+# The fourth needed drafts to be the least. A request without them that is only stopped by `max_model_len`, step by step:
+
+# %%
+scheduler = drive.scheduler(num_blocks=100, max_model_len=30)
+scheduler.add_request(ends := drive.request("ends", 10, max_tokens=100))
+while scheduler.has_unfinished_requests():
+    computed = ends.num_computed_tokens
+    assert ends.num_tokens_with_spec - computed <= 30 - 1 - computed, (
+        "the fourth limit is never less than what is missing"
+    )
+    drive.step(scheduler)
+assert ends.num_tokens == 30
 
 # %% [markdown]
 # ## The question
@@ -179,6 +194,36 @@ show.say(f"first plan:  {one.num_scheduled_tokens}\nsecond plan: {two.num_schedu
 assert one.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "long": 61}
 assert two.num_scheduled_tokens == {"long": 64}, "a, b and c: zero tokens, and the loop goes on"
 assert two.scheduled_cached_reqs[0].num_computed_tokens == 61
+
+# %% [markdown]
+# ## If the step fails
+# The long prompt's first chunk is computed. Its second is planned, and comes to nothing: `take_back`.
+
+# %%
+scheduler = busy()
+for name, prompt in (("long", 1000), ("later", 20)):
+    scheduler.add_request(drive.request(name, prompt))
+long = scheduler.requests["long"]
+drive.step(scheduler)
+
+
+def found() -> int:
+    """How many of the long prompt's blocks are in the hash table."""
+    return sum(scheduler.kv.pool.get_cached_block(h) is not None for h in long.block_hashes)
+
+
+assert (long.num_computed_tokens, found()) == (61, 3)
+plan = scheduler.schedule()
+assert (long.num_computed_tokens, found()) == (122, 7), "as if it had run"
+show.queues(scheduler, "the step is planned")
+scheduler.take_back(plan)
+show.queues(scheduler, "it is taken back")
+assert [r.request_id for r in scheduler.waiting] == [*plan.num_scheduled_tokens, "later"] == [*"abc", "long", "later"]
+assert [r.status.name for r in scheduler.waiting] == ["PREEMPTED"] * 4 + ["WAITING"] and not scheduler.running
+assert all(r.num_computed_tokens == 0 and r.request_id not in scheduler.kv.tables for r in scheduler.waiting)
+assert found() == 3, "the four blocks that were to be filled cannot be found"
+again = drive.step(scheduler)
+assert {new.request_id: new.num_computed_tokens for new in again.scheduled_new_reqs}["long"] == 48 == 3 * 16
 
 # %% [markdown]
 # ## Continuous batching, counted

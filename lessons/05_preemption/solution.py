@@ -8,10 +8,10 @@ from nanopd.request import Request, RequestStatus
 def preempt(scheduler: Scheduler, request: Request) -> None:
     """The books of a preemption. The request is out of `scheduler.running` already; it
 
-    - has nothing computed any more, and its status says that it was preempted;
+    - has nothing computed any more, and its status is `RequestStatus.PREEMPTED`;
     - holds no block any more (`scheduler.kv` knows how to free a request's blocks in the right order);
-    - counts the preemption in its metrics;
-    - waits, and whoever waits already stands behind it.
+    - counts the preemption in `request.metrics.num_preemptions`;
+    - waits, and whoever waits already stands behind it (`scheduler.waiting` is a deque of requests).
     """
     request.num_computed_tokens = 0
     request.status = RequestStatus.PREEMPTED
@@ -25,8 +25,8 @@ def schedule_running(scheduler: Scheduler, output: SchedulerOutput) -> None:
 
     Given: `scheduler.config.max_num_batched_tokens` is the budget, and
     `scheduler._num_new_tokens(request, request.num_computed_tokens, budget left)` the number of tokens; 0 is skipped.
-    `scheduler.kv.allocate_slots(request, request.num_computed_tokens, new tokens)` returns the new blocks, or None
-    if there are too few: then nothing has changed.
+    `scheduler.kv.allocate_slots(request, request.num_computed_tokens, new tokens)` returns a list of the new blocks
+    (objects with a `block_id`), or None if there are too few: then nothing has changed.
 
     As long as it returns None, a victim leaves `scheduler.running`: the last. Call
     `scheduler._preempt(victim, rule, request.request_id)`, which leads to your `preempt`; the rule is "S3 case A" if the
@@ -35,6 +35,7 @@ def schedule_running(scheduler: Scheduler, output: SchedulerOutput) -> None:
 
     For each request that gets tokens, as in exercise 04: a CachedRequestData (id, ids of new blocks, tokens computed before
     this step) in `output.scheduled_cached_reqs`, `output.num_scheduled_tokens` and `output.total_num_scheduled_tokens`.
+    Do not advance `request.num_computed_tokens`: the scheduler does, when the whole plan is made (S8).
     """
     i = 0
     while i < len(scheduler.running):

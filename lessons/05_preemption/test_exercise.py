@@ -12,12 +12,21 @@ from nanopd_lessons import drive
 from nanopd_lessons.grading import case, generate
 
 
-def scheduler_class(student: ModuleType, preemptions: list[list[str]]) -> type[Scheduler]:
-    """The real scheduler with the student's functions; it writes down who was preempted, by which rule, for whom."""
+def scheduler_class(student: ModuleType, preemptions: list[list[str]], own_loop: bool = True) -> type[Scheduler]:
+    """The real scheduler with the student's functions; it writes down who was preempted, by which rule, for whom.
+    `own_loop`: False if only `preempt` is the student's, and the running loop the engine's."""
 
     class Patched(Scheduler):
         def _schedule_running(self, output: SchedulerOutput) -> None:
+            if not own_loop:
+                super()._schedule_running(output)
+                return
             student.schedule_running(self, output)
+            for known in output.scheduled_cached_reqs:
+                for block_id in known.new_block_ids:
+                    if not isinstance(block_id, int):
+                        what = f"ids expected, got {type(block_id).__name__}"
+                        raise TypeError(f"new blocks of request {known.request_id} in its CachedRequestData: {what}")
 
         def _preempt(self, request: Request, rule: str = "", by: str = "") -> None:
             preemptions.append([request.request_id, rule, by])
@@ -27,9 +36,11 @@ def scheduler_class(student: ModuleType, preemptions: list[list[str]]) -> type[S
     return Patched
 
 
-def make(student: ModuleType, num_blocks: int, **options: Any) -> tuple[Scheduler, list[list[str]]]:
+def make(
+    student: ModuleType, num_blocks: int, own_loop: bool = True, **options: Any
+) -> tuple[Scheduler, list[list[str]]]:
     preemptions: list[list[str]] = []
-    with patch("nanopd_lessons.drive.Scheduler", scheduler_class(student, preemptions)):
+    with patch("nanopd_lessons.drive.Scheduler", scheduler_class(student, preemptions, own_loop)):
         return drive.scheduler(num_blocks, **options), preemptions
 
 
@@ -67,13 +78,17 @@ def steps(scheduler: Scheduler, most: int) -> list[dict[str, Any]]:
 
 @case(points=2, hint="Five things change in a preemption. Compare each with what is shown. Whose turn is it next?")
 def test_books(student: ModuleType, random: Random) -> Any:
-    """A preempted request: nothing computed, no blocks, first in line"""
-    scheduler, _ = make(student, 20, max_num_seqs=2)
+    """`preempt` by itself, called by us and by the engine's own loop"""
+    scheduler, _ = make(student, 20, own_loop=False, max_num_seqs=2)
     for i in range(3):
         scheduler.add_request(drive.request(f"r{i}", random.randint(5, 12), max_tokens=30))
     scheduler.schedule()
     student.preempt(scheduler, scheduler.running.pop())
-    return books(scheduler)
+    seen = {"called once": books(scheduler)}
+    scheduler, preemptions = make(student, 9, own_loop=False)
+    for name in "ABC":
+        scheduler.add_request(drive.request(name, random.randint(9, 12), max_tokens=12))
+    return seen | {"in the engine's loop": steps(scheduler, 40), "preemptions": preemptions}
 
 
 @case(points=2, hint="The walk of lesson 05, step 4: who wants a block, who gives it, and who tries again?")
@@ -136,12 +151,14 @@ def test_under_load(student: ModuleType, random: Random) -> Any:
 )
 def test_real_engine(student: ModuleType, random: Random) -> Any:
     """Real tokens from a pool that is too small, and the same ones as from a large pool"""
-    prompts = [[random.randrange(10, 290) for _ in range(random.randint(24, 31))] for _ in range(3)]
+    # Blocks of 16. The second needs its third block first: case A. Its fourth it needs when it is the last: case B.
+    lengths = random.randint(24, 26), random.randint(29, 31), random.randint(17, 22)
+    prompts = [[random.randrange(10, 290) for _ in range(length)] for length in lengths]
     seen = {}
     for name, num_blocks in (("large pool", 20), ("small pool", 6)):
         preemptions: list[list[str]] = []
         with patch("nanopd.engine.core.Scheduler", scheduler_class(student, preemptions)):
-            seen[name] = generate(prompts, max_tokens=12, num_blocks=num_blocks, max_num_batched_tokens=64)
+            seen[name] = generate(prompts, max_tokens=24, num_blocks=num_blocks, max_num_batched_tokens=64)
         seen[name]["who, why, for whom"] = preemptions
     same = seen["large pool"]["tokens"] == seen["small pool"]["tokens"]
     return seen | {"the same tokens": same}

@@ -34,7 +34,7 @@ while scheduler.has_unfinished_requests():
     )
 show.table("tokens in each step", ("step", "A", "B", "C", "free blocks after it", "waiting"), history)
 moves = [(at, e.request_id, e.status, e.rule, e.by) for at, e in events if isinstance(e, Moved) and e.rule]
-show.table("who moved, by which rule, and whose want of blocks it was", ("step", "request", "to", "rule", "by"), moves)
+show.table("who moved", ("step", "request", "to", "rule", "for whom"), moves)
 preemptions = [move for move in moves if move[2] == "preempted"]
 assert preemptions[:2] == [(4, "C", "preempted", "S3 case A", "B"), (8, "B", "preempted", "S3 case B", "B")]
 
@@ -42,6 +42,8 @@ assert preemptions[:2] == [(4, "C", "preempted", "S3 case A", "B"), (8, "B", "pr
 # Step 4, case A: B's 13th token needs a fourth block, and none is free. C is the last of `running` and gives its two.
 #
 # Step 8, case B: B needs a fifth. Now B itself is the last. It goes, and A does not even notice.
+#
+# Steps 9 to 11: three blocks are free, all three B's. It has 17 tokens and needs two more. So it waits, and C behind it.
 
 # %%
 of_step = {at: [e for step, e in events if step == at] for at in (4, 8)}
@@ -52,6 +54,10 @@ assert history[3][1:] == (1, 1, None, 1, "C"), "of C's two blocks one is left"
 of_b = [type(e).__name__ for e in of_step[8] if getattr(e, "request_id", None) == "B"]
 assert of_b == ["Refused", "Moved", "Freed"], "no second try"
 assert history[7][1:] == (1, None, None, 4, "B C"), "B stands before C again: it came first"
+assert [row[1:] for row in history[8:11]] == [(1, None, None, 3, "B C")] * 3
+why = [(e.request_id, e.wanted, e.free) for at, e in events if isinstance(e, Refused) and at in (9, 10, 11)]
+assert why == [("B", 2, 0)] * 3, "and C is not even asked"
+assert history[12][1:] == (None, 5, 8, 2, "")
 
 # %% [markdown]
 # ## What it costs
@@ -61,7 +67,7 @@ assert history[7][1:] == (1, None, None, 4, "B C"), "B stands before C again: it
 needed = sum(prompt + output - 1 for prompt, output in ((13, 12), (10, 12), (5, 12)))
 computed = scheduler.stats().num_scheduled_tokens
 returns = [(at, e.request_id, e.num_computed) for at, e in events if isinstance(e, Moved) and e.status == "running"][3:]
-show.table("who came back, and found how many tokens", ("step", "request", "found"), returns)
+show.table("who came back", ("step", "request", "tokens found"), returns)
 show.say(f"needed {needed} tokens, computed {computed}: {computed - needed} twice")
 assert (needed, computed) == (61, 72)
 assert returns == [(13, "B", 12), (13, "C", 0)]
@@ -175,7 +181,7 @@ assert rows == [
 
 # %% [markdown]
 # S4 halves it. It does not end it: without a prefix cache a request that is let in for its first chunk is a request that
-# will be thrown out. Here the cache ends it: the blocks it finds must fit beside the new ones, so it is let in later.
+# will be thrown out. Here the cache ends it: there must be room for what it finds and for its chunk.
 #
 # ## One request alone always finishes (S9)
 # `max_model_len` is never more than the pool holds, and what could never fit is refused when it comes.

@@ -107,6 +107,6 @@ def make_batch(
     )  # fmt: skip
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, looser: float = 1) -> None:
     rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(got.cpu().double(), want, rtol=rtol, atol=atol)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=looser * rtol, atol=looser * atol)

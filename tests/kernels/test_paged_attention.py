@@ -20,15 +20,15 @@ GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 SMALL = Tiles(rows=16, keys=16, num_warps=4, num_stages=2, num_splits=1)  # many tiles even in a short context
 
 
-def check(batch, window=None, causal=True, **options):
-    """Run the kernel and compare; returns what it wrote."""
+def check(batch, window=None, causal=True, looser=1, **options):
+    """Run the kernel and compare, with a tolerance so many times looser; returns what it wrote."""
     dtype, lse = batch.query.dtype, torch.full(batch.query.shape[:2], torch.nan, device=DEVICE)
     out = paged_attention(
         *batch.args(), max_query_len=batch.max_query_len, sliding_window=window, causal=causal, out=batch.poisoned_out(),
         lse=lse, **options,
     )  # fmt: skip
     want, want_lse = batch.expected(window, causal)
-    assert_close(out, want, dtype)
+    assert_close(out, want, dtype, looser)
     torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
     return out
 
@@ -90,7 +90,8 @@ def test_long_decode_is_split_by_itself():
 
 def test_large_scores_do_not_overflow():
     batch = make_batch([(1, 70), (20, 33)], kv_heads=1)
-    check(dataclasses.replace(batch, scale=30.0), tiles=SMALL)
+    # A score of some 900 in float32 is off by up to 1e-4, and so is the logarithm of its weight.
+    check(dataclasses.replace(batch, scale=30.0), looser=30, tiles=SMALL)
 
 
 @pytest.mark.parametrize("tiles", [SMALL, dataclasses.replace(SMALL, num_splits=2)])

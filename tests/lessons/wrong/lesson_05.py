@@ -11,7 +11,7 @@ WRONG = {
             "    scheduler.kv._num_offered.pop(request.request_id)\n",
         )
     ],
-    "the status is waiting": [("RequestStatus.PREEMPTED", "RequestStatus.WAITING")],
+    "the status is waiting": [("= RequestStatus.PREEMPTED", "= RequestStatus.WAITING")],
     "does not count": [("    request.metrics.num_preemptions += 1\n", "")],
     "the first is the victim": [("victim = scheduler.running.pop()", "victim = scheduler.running.pop(0)")],
     "does not tell who was preempted": [("            output.preempted_req_ids.add(victim.request_id)\n", "")],
@@ -28,6 +28,19 @@ WRONG = {
         (
             '            scheduler._preempt(victim, "S3 case A", request.request_id)\n',
             '            scheduler._preempt(victim, "S3 case A", request.request_id)\n            return\n',
+        )
+    ],
+    "no end after case B": [
+        (
+            "                return\n            scheduler._preempt",
+            "                continue\n            scheduler._preempt",
+        )
+    ],
+    "blocks instead of their ids": [("[block.block_id for block in blocks]", "list(blocks)")],
+    "moves computed tokens on itself": [
+        (
+            "        output.total_num_scheduled_tokens += num_new\n",
+            "        output.total_num_scheduled_tokens += num_new\n        request.num_computed_tokens += num_new\n",
         )
     ],
     "the request itself goes first": [
