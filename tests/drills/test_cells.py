@@ -31,7 +31,10 @@ RNG = random.Random(14)
 PROMPTS = {f"r{i}": [RNG.randrange(256) for _ in range(RNG.choice([40, 60, 90]))] for i in range(8)}
 MORE = {f"m{i}": [RNG.randrange(256) for _ in range(RNG.choice([20, 50]))] for i in range(16)}
 MAX_TOKENS = 8
-LOAD, HOLD = 1.5, 3.0  # where a message is lost, D's patience ends after LOAD; elsewhere it must not, however busy we are
+LOAD, HOLD = (
+    1.5,
+    3.0,
+)  # where a message is lost, D's patience ends after LOAD; elsewhere it must not, however busy we are
 PATIENT = 30.0
 SOON = 20.0  # seconds, on a busy machine; without faults it takes a tenth of a second
 
