@@ -176,6 +176,7 @@ def test_terms_are_introduced_once_and_explained():
     """Bold in a lesson: a new word. It is so in one lesson only, and the glossary has it and says where it came up."""
     glossary = (ROOT / "lessons/glossary.md").read_text()
     entries = dict(re.findall(r"^- \*\*(.+?)\*\*:? (.*)$", glossary, re.MULTILINE))
+    assert list(entries) == sorted(entries, key=str.lower), "the glossary is in order"
     introduced: dict[str, str] = {}
     for lesson in LESSONS:
         for term in bold_terms(lesson.text):
