@@ -9,7 +9,7 @@ def draw() -> Picture:
         "A latency goal is missed: where is the time?",
         "First make sure what is measured; then find where most of the delay is: queueing, CPU and IPC, the GPU, the "
         "network between chips, or fetching caches; then one hypothesis that can fail, and a controlled experiment.",
-        "after the seed's tree",
+        "after a map of vLLM",
     )
     top = p.box(300, 0, "TTFT, inter-token latency or goodput missed", 340, 40, "bad")
     sure = p.box(300, 72, "Is the clock right? Which load? Warm or cold?", 340, 40)

@@ -9,7 +9,7 @@ def draw() -> Picture:
         "The map of LLM inference",
         "Fields of knowledge and which needs which, from Python and attention at the top to goodput, cost and fault "
         "tolerance at the bottom; with the place in this project where each can be seen.",
-        "after the seed's map",
+        "after a map of vLLM",
     )
     w = 216
     col = [0, 244, 488, 732]

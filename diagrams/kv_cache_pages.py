@@ -1,4 +1,4 @@
-"""All layers share one block table; how large a layer's pages are in the seed's example."""
+"""All layers share one block table; how large a layer's pages are in the example of the drawing."""
 
 import torch
 
@@ -6,7 +6,7 @@ from diagrams.drawing import Picture
 from nanopd.models.config import ModelConfig
 from nanopd.worker.kv_memory import bytes_per_block
 
-NUM_LAYERS, NUM_BLOCKS, GIB_PER_LAYER = 48, 147_456, 1.125  # the seed's
+NUM_LAYERS, NUM_BLOCKS, GIB_PER_LAYER = 48, 147_456, 1.125  # the drawing's
 
 
 def draw() -> Picture:
@@ -46,7 +46,7 @@ def draw() -> Picture:
         0,
         250,
         [
-            ["the seed's numbers, computed again", ""],
+            ["the drawing's numbers, computed again", ""],
             [
                 f"{GIB_PER_LAYER} GiB a layer / {NUM_BLOCKS:,} blocks",
                 f"{block_bytes:,} bytes a block and layer, K and V",

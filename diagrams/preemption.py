@@ -1,4 +1,4 @@
-"""The seed's walk-through of a preemption, played by the real scheduler: table, free queue and hash table."""
+"""The drawing's walk-through of a preemption, played by the real scheduler: table, free queue and hash table."""
 
 from diagrams.drawing import Picture
 from diagrams.runs import Run
