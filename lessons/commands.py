@@ -1,5 +1,6 @@
 """The command line of the lessons. `nanopd` loads this file at each start, so nothing heavy is imported up here."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -52,10 +53,15 @@ def grade(
     import json
     import time
 
-    from . import course, grading
+    from . import course, grading, nodes
+    from .show import console
 
+    if gradescope and (gradescope.is_dir() or not gradescope.absolute().parent.is_dir()):
+        raise UserError(f"--gradescope: {gradescope} cannot be written.")
+    nodes.end_like_ctrl_c()
     start, one = time.monotonic(), course.find(number)
-    marks = grading.grade(one, file, seed)
+    with contextlib.nullcontext() if as_json else console.status("playing the cases …"):
+        marks = grading.grade(one, file, seed)
     got, most = sum(mark.points for mark in marks), sum(mark.case.points for mark in marks)
     if gradescope:
         gradescope.write_text(grading.as_gradescope(marks, time.monotonic() - start))
@@ -84,7 +90,8 @@ def run_pd_demo(
     ] = False,
     api_key: Annotated[str | None, typer.Option(help="The key that the nodes of --hosts ask for.")] = None,
     drill: Annotated[
-        str | None, typer.Option(help="Break something on purpose: the name of a drill, all of them, or list.")
+        str | None,
+        typer.Option(help="Break something on purpose: a drill, a point, all, or list; by default with a small model."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a request, and a summary.")] = False,
 ) -> int:

@@ -8,6 +8,7 @@ sixteen more requests served rightly by whoever has survived. CELLS is the whole
 
 import asyncio
 import contextlib
+import difflib
 import json
 import signal
 import time
@@ -175,8 +176,12 @@ def find(name: str) -> list[Cell]:
     """The drills of this name: point.fault, point, or all. Raises UserError."""
     if cells := [cell for cell in CELLS if name in ("all", cell.name, cell.point)]:
         return cells
-    names = " ".join(cell.name for cell in CELLS)
-    raise UserError(f"There is no drill {name!r}; it is all, list, a point ({', '.join(POINTS)}) or one of: {names}.")
+    close = difflib.get_close_matches(name, [cell.name for cell in CELLS] + list(POINTS), 3, 0.4)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    raise UserError(
+        f"There is no drill {name!r}.{hint} It is all, a point ({', '.join(POINTS)}) or one of those that "
+        "`nanopd pd-demo --drill list` shows."
+    )
 
 
 # ---------------------------------------------------------------- one drill
@@ -357,14 +362,11 @@ class Drills:
 # ---------------------------------------------------------------- what is shown
 
 
-def print_list(console: Console) -> None:
-    """The matrix."""
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for head in ("drill", "when", "what goes wrong", "what you will see"):
-        table.add_column(head)
+def print_list(as_json: bool) -> None:
+    """The matrix, a line a drill."""
     for cell in CELLS:
-        table.add_row(cell.name, POINTS[cell.point].what, FAULTS[cell.fault].what, cell.see)
-    console.print(table)
+        row = {"drill": cell.name, "when": POINTS[cell.point].what, "what": FAULTS[cell.fault].what, "see": cell.see}
+        print(json.dumps(row) if as_json else f"{cell.name:30} {cell.see}")
 
 
 def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
@@ -381,6 +383,11 @@ def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
         table.add_row(v.cell.name, *(str(n) if n else "" for n in numbers), verdict, style="red" if v.problems else "")
     console.print(table)
     good = sum(not v.problems for v in verdicts)
+    console.print(
+        "right, errored, left (by themselves), hung, wrong: the eight clients; leaked: blocks on both sides; recovery: from "
+        "the fault until all had their answer and all blocks were free; then: sixteen more, by whoever survived.",
+        style="dim",
+    )
     console.print(f"{good} of {len(verdicts)} drills ended as they should", style="bold")
 
 
@@ -414,7 +421,7 @@ def run(name: str, engine: EngineConfig, as_json: bool) -> int:
     """The command. Exit code 0 if all drills ended as they should, else 1."""
     console = Console(stderr=as_json, highlight=False)
     if name == "list":
-        print_list(console)
+        print_list(as_json)
         return 0
     cells = find(name)
     end_like_ctrl_c()

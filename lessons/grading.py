@@ -49,6 +49,7 @@ from .show import console
 
 MEMORY = 6 * 2**30  # bytes of address space; an imported torch takes almost 2
 MAX_RESULT = 2**20  # bytes that a case may return
+MAX_SOURCE = 2**20  # bytes of a file to grade
 MOST_LATE = 2  # cases that run out of time, then the others are not played: nobody likes to wait for loops
 PATIENCE = 300.0  # seconds for a case of the reference solution: a busy machine is nobody's mistake
 LOADING = 60.0  # seconds to import a lesson's cases, and torch where they need it
@@ -143,6 +144,7 @@ def main(directory: str, scratch: str, seed: str, seconds: str, result_fd: str, 
     A case is played in a fork: what it does to the modules, or how it dies, is nothing to the next.
     """
     out = int(result_fd)
+    sys.argv[1:] = []  # no need to tell everybody
     sys.path.insert(0, directory)  # for modules that a lesson's files share
     cases = cases_of(Path(directory))
     if any(one.play.__globals__.get("generate") for one in cases):
@@ -157,7 +159,7 @@ def main(directory: str, scratch: str, seed: str, seconds: str, result_fd: str, 
                     "error": f"not played, since {late} cases before it were not finished in time"
                 }
             else:
-                answer = _play(one, Path(file), int(seed), float(seconds) or one.seconds)
+                answer = _play(one, Path(file), int(seed), float(seconds) or one.seconds, out)
                 late += answer.get("error", "").startswith("not finished")
             answer |= {"file": number, "case": one.name}
             view = memoryview(msgspec.json.encode(answer) + b"\n")
@@ -165,10 +167,11 @@ def main(directory: str, scratch: str, seed: str, seconds: str, result_fd: str, 
                 view = view[os.write(out, view) :]
 
 
-def _play(one: Case, file: Path, seed: int, seconds: float) -> dict[str, Any]:
+def _play(one: Case, file: Path, seed: int, seconds: float, result_fd: int) -> dict[str, Any]:
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reading)
+        os.close(result_fd)  # what it has to say goes through us
         with contextlib.suppress(BaseException):
             os.setsid()
             result = _try(one, file, seed)
@@ -176,16 +179,20 @@ def _play(one: Case, file: Path, seed: int, seconds: float) -> dict[str, Any]:
                 pipe.write(msgspec.json.encode(result))
         os._exit(0)
     os.close(writing)
-    data, end = b"", time.monotonic() + seconds
+    data, end, status = b"", time.monotonic() + seconds, None
     while (left := end - time.monotonic()) > 0 and len(data) <= MAX_RESULT:
-        if select.select([reading], [], [], left)[0]:
+        if select.select([reading], [], [], 0 if status is not None else min(left, 0.05))[0]:
             if not (more := os.read(reading, 65536)):
                 break
             data += more
+        elif status is not None:
+            break  # it has ended; somebody that it started may still hold the pipe
+        elif (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            status = ended[1]
     os.close(reading)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1] if status is None else status
     if left <= 0:
         return {"error": f"not finished after {seconds:.0f} s: does it loop?"}
     with contextlib.suppress(msgspec.DecodeError):
@@ -205,7 +212,9 @@ def _try(one: Case, file: Path, seed: int) -> dict[str, Any]:
         if isinstance(error, SyntaxError):
             at = f", at line {error.lineno}"
         what = type(error).__name__
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, MemoryError):
+            what = f"out of memory (the limit is {MEMORY // 2**30} GiB)"
+        elif isinstance(error, NotImplementedError):
             what, at = "not written yet", f" (line {where[-1].lineno})" if where else ""
         return {"error": f"{what}{f': {error}' if str(error) else ''}{at}"[:2000]}
 
@@ -241,7 +250,7 @@ def run_cases(
         in_time = sandbox.run(command, limit, Path(scratch), environment, writing)
         reader.join(5)
         for line in lines:
-            with contextlib.suppress(msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError):
+            with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
                 answer = msgspec.json.decode(line)
                 answers[answer["file"]].setdefault(answer["case"], answer)
         said = (Path(scratch) / "output").read_text(errors="replace").strip().rpartition("\n")[2][:300]
@@ -283,7 +292,9 @@ class Mark:
 def grade(lesson: Lesson, file: Path, seed: int | None = None, seconds: float = 0.0) -> list[Mark]:
     """Grades a file. `seconds`: see `run_cases`. Raises UserError if there is nothing to grade."""
     if not file.is_file():
-        raise UserError(f"There is no file {file}.")
+        raise UserError(f"There is no file {file}." if not file.exists() else f"{file} is not a regular file.")
+    if file.stat().st_size > MAX_SOURCE:
+        raise UserError(f"{file} is larger than {MAX_SOURCE // 2**20} MiB; that is no exercise.")
     seed = secrets.randbits(32) if seed is None else seed
     cases = cases_of(lesson.path)
     if problem := _check_source(lesson, file):
@@ -291,7 +302,11 @@ def grade(lesson: Lesson, file: Path, seed: int | None = None, seconds: float = 
     with ThreadPoolExecutor(2 if sandbox.parallel() else 1) as pool:
         right = pool.submit(run_cases, lesson, [lesson.path / "solution.py"], seed, cases, PATIENCE)
         theirs = pool.submit(run_cases, lesson, [file], seed, cases, seconds)
-        (expected,), (got,) = right.result(), theirs.result()
+        try:
+            (expected,), (got,) = right.result(), theirs.result()
+        except BaseException:  # Ctrl-C, for one
+            sandbox.stop()
+            raise
     return [Mark(one, judge(got[one.name], expected[one.name])) for one in cases]
 
 
@@ -301,15 +316,30 @@ def judge(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
         raise UserError(
             f"The reference solution itself failed ({expected.get('error')}). Is the machine busy? Try again."
         )
-    return str(got.get("error", "no answer")) if "data" not in got else difference(got["data"], expected["data"])
+    try:
+        found = difference(got["data"], expected["data"]) if "data" in got else str(got.get("error", "no answer"))
+    except (OverflowError, RecursionError):
+        found = "the result cannot be compared with what it should be"
+    return found and _harmless(found)
+
+
+def _harmless(text: str) -> str:
+    """Control characters, and those that turn text around, as escapes: it goes to somebody's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _check_source(lesson: Lesson, file: Path) -> str | None:
-    """Can it be parsed, and does it write the exercise itself instead of importing it from the engine?"""
+    """Can it be parsed, is it this exercise, and does it write that itself instead of importing it from the engine? (The
+    last catches accidents, not intent: whoever wants to can import without saying so.)"""
     try:
-        used, given = (_imports(ast.parse(f.read_bytes())) for f in (file, lesson.path / "exercise.py"))
-    except (SyntaxError, ValueError) as error:
+        theirs, ours = (ast.parse(f.read_bytes()) for f in (file, lesson.path / "exercise.py"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"this is not Python: {error}"
+    used, given = _imports(theirs), _imports(ours)
+    kinds = ast.ClassDef | ast.FunctionDef
+    names = [{node.name for node in tree.body if isinstance(node, kinds)} for tree in (theirs, ours)]
+    if missing := sorted(names[1] - names[0]):
+        return f"it has no {', '.join(missing)}: is it the exercise of another lesson?"
     if extra := sorted(used - given):
         return f"it imports {', '.join(extra)}: the engine's own answer is not yours. Use what exercise.py imports"
     return None
@@ -329,10 +359,13 @@ def _imports(tree: ast.AST) -> set[str]:
 def report(lesson: Lesson, file: Path, marks: Sequence[Mark]) -> None:
     """For people."""
     console.print(f"{lesson.number:02} {lesson.title}: {file}\n", markup=False, style="bold")
+    same = marks[0].problem if marks and len({mark.problem for mark in marks}) == 1 else None
+    if same and not same.startswith("not written yet"):  # about the whole file: once will do
+        console.print(Padding(Text(same, "red"), (0, 0, 1, 1)))
     for mark in marks:
         sign = "[green]✓[/]" if not mark.problem else "[red]✗[/]"
         console.print(f" {sign} {mark.points}/{mark.case.points}  {escape(mark.case.title)}", highlight=False)
-        if mark.problem:
+        if mark.problem and mark.problem != same:
             console.print(Padding(Text(mark.problem, "red"), (0, 0, 0, 8)))
             if not mark.problem.startswith("not written yet"):
                 console.print(Padding(Text(f"Hint: {mark.case.hint}"), (0, 0, 0, 8)))

@@ -30,7 +30,8 @@ MAX_PROCESSES = 200  # threads count too; only in a user namespace do they count
 _WRITE_FILE, _TRUNCATE, _REFER = 1 << 1, 1 << 14, 1 << 13
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # and make or remove anything
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_NO_NEW_PRIVS, _CHILD_SUBREAPER = 38, 36  # <linux/prctl.h>
+_DEATH_SIGNAL, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38  # <linux/prctl.h>
+_running: set["subprocess.Popen[bytes]"] = set()
 
 
 @cache
@@ -88,8 +89,10 @@ def run(command: Sequence[str], seconds: float, scratch: Path, environment: dict
             stderr=output,
             pass_fds=[result_fd],
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         os.close(result_fd)
+        _running.add(process)
         try:
             process.wait(seconds)
             return True
@@ -99,11 +102,23 @@ def run(command: Sequence[str], seconds: float, scratch: Path, environment: dict
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _running.discard(process)
             while loose and (left := [c for c in psutil.Process().children(recursive=True) if c.pid not in before]):
                 for child in left:  # they were started with a session of their own
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
                 psutil.wait_procs(left, timeout=1)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # else a kill -9 of ours would leave it running
+
+
+def stop() -> None:
+    """Ends all that `run` has started, in whatever thread."""
+    for process in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def confine(scratch: Path, memory: int) -> None:

@@ -106,8 +106,8 @@ def test_names():
     assert drills.find("all") == drills.CELLS
     assert [cell.name for cell in drills.find("done.drop")] == ["done.drop"]
     assert {cell.point for cell in drills.find("decode")} == {"decode"} and len(drills.find("decode")) > 5
-    with pytest.raises(UserError, match=r"There is no drill 'nope'; it is all, list, a point .*done\.drop"):
-        drills.find("nope")
+    with pytest.raises(UserError, match=r"no drill 'done.drip'. Did you mean done.drop .* a point .*--drill list"):
+        drills.find("done.drip")
 
 
 def test_the_command():

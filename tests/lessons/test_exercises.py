@@ -3,10 +3,13 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanopd_lessons import course, grading
@@ -73,7 +76,9 @@ def test_grade_on_the_command_line(tmp_path: Path):
         t["status"] == "failed" and t["output"] for t in results["tests"]
     )
 
-    for arguments, said in ((("none.py",), "no file"), (("--seed", "-1", solution), "seed")):
+    mistakes = [(("none.py",), "no file"), ((tmp_path,), "regular file"), (("--seed", "-1", solution), "seed")]
+    mistakes += [((solution, "--gradescope", tmp_path / "none" / "results.json"), "cannot be written")]
+    for arguments, said in mistakes:
         done = run(*arguments)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
@@ -101,6 +106,36 @@ def marks_of(tmp_path: Path, source: str) -> list[grading.Mark]:
         (lesson.path / name).write_text(text)
     (tmp_path / "mine.py").write_text(source)
     return grading.grade(lesson, tmp_path / "mine.py", seed=3, seconds=2)
+
+
+def test_a_childs_child_holds_nobody_up(tmp_path: Path):
+    """It holds the pipe, too; but the case's own process has ended, and has said its result."""
+    source = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n" + SMALL_LESSON["solution.py"]
+    assert [mark.points for mark in marks_of(tmp_path, source)] == [2, 1]
+
+
+def test_what_a_submission_says_is_harmless(tmp_path: Path):
+    source = "def answer(n): raise SystemExit('\\x1b[2J\\x1b]0;title\\x07 \\u202e\\r right')"
+    for mark in marks_of(tmp_path, source):
+        assert r"\x1b[2J" in str(mark.problem) and not {"\x1b", "\x07", "\u202e", "\r"} & set(str(mark.problem))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whoever_stops_the_grader_stops_everything(number: signal.Signals, tmp_path: Path):
+    file = tmp_path / "loops.py"
+    file.write_text((course.find("12").path / "solution.py").read_text() + "\nwhile True: pass\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanopd", "grade", "12", file], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    me = psutil.Process(process.pid)
+    end = time.monotonic() + 60
+    while len(below := me.children(recursive=True)) < 4:  # two sandboxes, and a case in each
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[1].decode()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130) and "Traceback" not in said
+    assert not psutil.wait_procs(below, timeout=10)[1]
 
 
 def test_the_small_lesson_can_be_passed(tmp_path: Path):
@@ -137,14 +172,25 @@ for fd in range(3, 30):
     try: os.write(fd, b'{"file": 0, "case": "test_free", "data": {}}\\n')
     except OSError: pass
 """,
-    "imports the answer": "from nanopd.core.block_pool import BlockPool",
+    "imports the answer": "from nanopd.core.block_pool import BlockPool\ndef answer(n): return n + 1",
+    "is empty": "",
+    "returns what cannot be compared": "def answer(n): return 10**400",
+    "returns what is too deep": """
+def answer(n):
+    x = []
+    for _ in range(100_000): x = [x]
+    return x
+""",
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_submissions_get_nothing(name: str, tmp_path: Path):
     """... and take no longer than the cases' limits, here two seconds each."""
-    marks = marks_of(tmp_path, HOSTILE[name])
+    source = HOSTILE[name]
+    if "def answer" not in source and name not in ("is empty", "is not Python", "is binary"):
+        source += "\ndef answer(n): return None\n"  # else nobody would even run it
+    marks = marks_of(tmp_path, source)
     assert marks and all(mark.points == 0 and mark.problem for mark in marks)
 
 
@@ -173,6 +219,7 @@ attempt("see processes", lambda: [os.kill(int(p), 0) for p in os.listdir("/proc"
 open(os.path.join(os.environ["HOME"], "own"), "w").write("its own scratch")
 subprocess.Popen([sys.executable, "-c", "import os, time\\nos.setsid()\\ntime.sleep(4321)"])
 raise RuntimeError("reached: " + ", ".join(found))
+def answer(n): pass
 """,
     )
     for mark in marks:
