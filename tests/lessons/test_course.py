@@ -1,6 +1,8 @@
 """The lessons: their scripts hold, their texts say what is so, their exercises give the points they should."""
 
 import ast
+import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -133,9 +135,17 @@ def test_links_lead_somewhere(text: Path):
             assert_defined(file, symbol[1])
 
 
+@functools.cache
+def parsed(file: Path) -> list[ast.stmt]:
+    """A module's statements; once a file. Python 3.11 can fail when it is interrupted in here (its issue 106905)."""
+    with contextlib.suppress(SystemError):
+        return ast.parse(file.read_text()).body
+    return ast.parse(file.read_text()).body
+
+
 def assert_defined(file: Path, dotted: str) -> None:
     """`Class.method`, a function, a class, or a name assigned in a module or class."""
-    scope: list[ast.stmt] = ast.parse(file.read_text()).body
+    scope = parsed(file)
     for part in dotted.split("."):
         found = None
         for node in scope:
