@@ -373,7 +373,7 @@ def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
     """One line a drill."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     heads = "right", "errored", "left", "hung", "wrong", "blocks\nleaked", "seconds to\nrecovery", "then\nright"
-    table.add_column("drill", vertical="bottom")
+    table.add_column("drill", vertical="bottom", min_width=max(len(v.cell.name) for v in verdicts))
     for head in heads:
         table.add_column(head, justify="right", vertical="bottom")
     table.add_column("verdict", vertical="bottom")
