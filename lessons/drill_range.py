@@ -25,7 +25,7 @@ from rich.console import Console
 
 from nanopd.config import EngineConfig
 
-from . import faults, tiny_model
+from . import drive, faults
 from .nodes import Process, Processes, as_options
 from .pd_demo import Answer, Client, Job
 
@@ -150,7 +150,7 @@ class Range:
         self.processes, self.trace, self.more = Processes(console), trace, options or {}
         self.directory = self.processes.directory
         engine = engine or EngineConfig()
-        model = engine.model or str(tiny_model.make(self.directory / "tiny"))
+        model = engine.model or str(drive.byte_tokenizer(drive.tiny_model(self.directory / "tiny", 3, tied=False)))
         # P takes several steps for a prompt, so that all eight are under way when something happens.
         threshold, blocks = engine.long_prefill_token_threshold or 64, engine.num_blocks or NUM_BLOCKS
         self.engine = replace(

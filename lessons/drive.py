@@ -92,10 +92,11 @@ def run(scheduler: Scheduler, most: int = 1000) -> int:
     raise AssertionError("not reached")
 
 
-def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
+def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0, tied: bool = True) -> Path:
     """Writes a Llama with random weights (4 heads, 2 KV heads, head dim 16, 300 tokens), for what needs no sense.
 
-    Returns the directory of the model. It has no tokenizer: prompts are token ids.
+    Returns the directory of the model. It has no tokenizer: prompts are token ids. `tied`: its output matrix is that of its
+    embeddings.
     """
     import json
 
@@ -104,7 +105,7 @@ def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 2048}
-    rest = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    rest = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
     chance = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -125,6 +126,8 @@ def tiny_model(directory: Path, num_layers: int = 2, seed: int = 0) -> Path:
             weights[f"{layer}.{name}.weight"] = matrix(rows, columns)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}.{name}.weight"] = torch.ones(64)
+    if not tied:
+        weights["lm_head.weight"] = matrix(300, 64)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(sizes | rest | {"eos_token_id": 299, "dtype": "float32"}))
     save_file(weights, directory / "model.safetensors")

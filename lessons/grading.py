@@ -9,7 +9,8 @@ another process; equal data gets the points.
       '-- run_cases --> solution.py       the same
 
 So the code that is graded cannot touch the grader: it is never in its process, it can write nowhere but into its scratch,
-and it never sees the data that is expected. The one way to produce that data is to do what the exercise asks for.
+and it is not told the data that is expected. But the engine's own classes are in its process and the solution is in the
+repository: whoever wants to cheat can use those. That is for people to see.
 """
 
 import ast

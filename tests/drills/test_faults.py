@@ -146,7 +146,8 @@ def test_what_is_bad_is_told():
 def test_the_small_model_is_read_like_any_other(tmp_path: Path):
     from nanopd import LLM, SamplingParams
 
-    model = importlib.import_module("nanopd_lessons.tiny_model").make(tmp_path / "tiny")
+    drive = importlib.import_module("nanopd_lessons.drive")
+    model = drive.byte_tokenizer(drive.tiny_model(tmp_path / "tiny", 3, tied=False))
     llm = LLM(str(model), num_blocks=50, dtype="float32")
     prompts = [[1, 2, 3], [3, 2, 1]]
     answers = [o.outputs[0].token_ids for o in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))]
