@@ -61,10 +61,6 @@ class Run:
         self.scheduler.check_invariants()
         return plan
 
-    def until_done(self) -> None:
-        while self.scheduler.has_unfinished_requests():
-            self.step()
-
     def moments(self, *wanted: Callable[[Event, State], bool]) -> list[State]:
         """The replayed state right after the event for which each of `wanted` is first true, one after the other."""
         found, rest = [], list(wanted)
