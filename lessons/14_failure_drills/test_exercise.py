@@ -22,7 +22,6 @@ from nanopd_lessons import drive
 from nanopd_lessons.grading import case
 
 METHODS = "_on_message", "_fail", "_give_up", "cancel", "poll"
-logging.getLogger("nanopd").setLevel(logging.CRITICAL)
 
 
 @functools.cache
@@ -61,13 +60,19 @@ class Drill:
 
 @contextmanager
 def drill(student: ModuleType, load_timeout: float = 30.0) -> Iterator[Drill]:
-    with drive.in_memory():
-        both = Drill(student, load_timeout)
-        try:
-            yield both
-        finally:
-            both.p.core.close()
-            both.d.core.close()
+    logger = logging.getLogger("nanopd")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # what goes wrong here does so on purpose
+    try:
+        with drive.in_memory():
+            both = Drill(student, load_timeout)
+            try:
+                yield both
+            finally:
+                both.p.core.close()
+                both.d.core.close()
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
