@@ -68,28 +68,33 @@ class ForwardContext:
         return self.backend(query, key, value, k_cache, v_cache, self.windows[layer])
 
 
-class CPUAttention:
-    """The plain backend: collect each request's K and V by its block table, and call torch's attention on them.
+GROUP_TOKENS = 2048
+"""Tokens of context that the CPU backend copies at once: 3 MB of K and V in the default model, so they stay in cache."""
 
-    Prefill chunks are computed one request at a time. Decodes are computed together, those of similar length in one
-    call: the shorter ones are padded with whatever is there, and a mask hides it. All of the context is copied in every
-    layer; that is the price of having no kernel of our own.
+
+class CPUAttention:
+    """The plain backend: copy K and V out of their blocks, and call torch's attention on the copy.
+
+    It goes through the requests a few at a time, those with as many new tokens and of similar length together, so few
+    that the copy is still in the processor's cache when attention reads it: each byte comes from memory once. The
+    shorter ones of a group are padded with zeros that a mask hides.
     """
 
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
-        """Groups the requests of this step: decodes whose lengths are within a factor of 2, and each chunk by itself."""
+        """Groups the requests of this step."""
         request = torch.repeat_interleave(metadata.query_start_loc.diff().long())  # [T]: whose token is it
         blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
         metadata.slot_mapping[:] = blocks * block_size + rest
-        self._slots, self._groups = (blocks, rest), list[_Group]()
-        groups: dict[tuple[int, int], list[int]] = {}
-        for i, (query_len, seq_len) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list)):
-            groups.setdefault((query_len, seq_len.bit_length() if query_len == 1 else i), []).append(i)
-        for (query_len, _), rows in groups.items():
-            longest = max(metadata.seq_lens_list[i] for i in rows)
-            tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)
-            table = metadata.block_table[rows, : -(-longest // block_size)].long()
-            self._groups.append(_Group(tokens, table, metadata.seq_lens[rows].long().view(-1, 1), longest))
+        self._slots = blocks, rest
+        groups: list[list[int]] = []  # indices of requests
+        query_len = 0
+        lengths = metadata.query_lens_list, metadata.seq_lens_list
+        for length, seq_len, i in sorted(zip(*lengths, range(len(lengths[0])))):
+            if length != query_len or (len(groups[-1]) + 1) * seq_len > GROUP_TOKENS:
+                groups.append([])
+                query_len = length
+            groups[-1].append(i)
+        self._groups = [_Group(metadata, block_size, rows) for rows in groups]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -97,30 +102,46 @@ class CPUAttention:
         k_cache[self._slots], v_cache[self._slots] = key, value
         output = torch.empty_like(query)
         for group in self._groups:
-            # [n, longest, Hkv, D]
-            k, v = (cache[group.block_table].flatten(1, 2)[:, : group.longest] for cache in (k_cache, v_cache))
-            if len(group.tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
-                k, v = (x.masked_fill(group.padding, 0) for x in (k, v))
-            q, k, v = (x.transpose(1, 2) for x in (query[group.tokens], k, v))  # [n, heads, tokens, D]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask(window), enable_gqa=True)
-            output[group.tokens] = out.transpose(1, 2)
+            q, k, v = query[group.tokens], group.collect(k_cache), group.collect(v_cache)
+            # A decode's query heads that share K and V become the rows of one small matrix product.
+            decode = q.shape[1] == 1
+            q = q.view(len(q), -1, query.shape[1] // key.shape[1], q.shape[-1]) if decode else q.transpose(1, 2)
+            mask = group.mask(window)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None and not decode, enable_gqa=not decode
+            )
+            output[group.tokens] = out.view(len(q), 1, *query.shape[1:]) if decode else out.transpose(1, 2)
         return output
 
 
 class _Group:
-    """Requests of equal query length: their tokens in the batch [n, query_len], block tables, and lengths [n, 1]."""
+    """Requests `rows` of a batch, of equal query length, padded to the longest of them."""
 
-    def __init__(self, tokens: Tensor, block_table: Tensor, seq_lens: Tensor, longest: int) -> None:
-        self.tokens, self.block_table, self.longest = tokens, block_table, longest
-        self.padding = (torch.arange(longest) >= seq_lens)[:, :, None, None]  # positions beyond a request's end
-        self._positions = seq_lens - tokens.shape[1] + torch.arange(tokens.shape[1])  # [n, query_len]
-        self._masks: dict[int | None, Tensor] = {}
+    def __init__(self, metadata: AttentionMetadata, block_size: int, rows: list[int]) -> None:
+        self._seq_lens, query_len = metadata.seq_lens[rows].long().unsqueeze(1), metadata.query_lens_list[rows[0]]
+        self.tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)  # [n, query_len]
+        self._longest = int(self._seq_lens.max())
+        self._table = metadata.block_table[rows, : -(-self._longest // block_size)].long()
+        padding = torch.arange(self._table.shape[1] * block_size) >= self._seq_lens
+        self._padding = padding.flatten().nonzero().squeeze(1)  # where in the copy nothing of the request stands
+        self._positions = self._seq_lens - query_len + torch.arange(query_len)  # [n, query_len]
+        self._masks: dict[int | None, Tensor | None] = {}
 
-    def mask(self, window: int | None) -> Tensor:
-        """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it."""
+    def collect(self, cache: Tensor) -> Tensor:
+        """K or V of these requests, in order of position: [n, Hkv, longest, D]."""
+        copy = cache.index_select(0, self._table.flatten())
+        if len(self.tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
+            copy.flatten(0, 1).index_fill_(0, self._padding, 0)
+        return copy.view(len(self.tokens), -1, *cache.shape[2:])[:, : self._longest].transpose(1, 2)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it. None where
+        that needs no mask: a decode that sees all there is, and prompts from their first token on."""
         if window not in self._masks:
-            position, other = self._positions[:, None, :, None], torch.arange(self.longest)
-            self._masks[window] = (other <= position) & (other > position - (window or self.longest + 1))
+            position, other = self._positions[:, None, :, None], torch.arange(self._longest)
+            mask = (other <= position) & (other > position - (window or self._longest + 1))
+            fresh = bool((self._positions[:, 0] == 0).all()) and (window or self._longest) >= self._longest
+            self._masks[window] = None if fresh or mask.all() else mask
         return self._masks[window]
 
 
