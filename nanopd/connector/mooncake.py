@@ -194,7 +194,7 @@ def make_connector(
 def layout_of(model: Decoder, kv_cache: KVCache, kv_layout: str) -> Layout:
     """What a peer must know of this engine's KV memory: all dimensions before that of the blocks count runs, all after
     it lie inside one."""
-    shape, block_size = kv_cache.memory.shape, kv_cache.layers[0][0].shape[1]
+    shape, block_size = kv_cache.memory.shape, kv_cache.by_layer.shape[3]
     dim = {"kv_first": 2, "blocks_first": 1, "cross_layer": 0}[kv_layout]
     run_bytes = shape[dim + 1 :].numel() * kv_cache.memory.itemsize
     dtype = str(kv_cache.memory.dtype).removeprefix("torch.")
