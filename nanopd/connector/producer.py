@@ -65,8 +65,7 @@ class Send:
     plan: SendPlan | None = None
     pull: Pull | None = None
     peer: bytes = b""  # D on the side channel
-    num_sent: int = 0  # blocks written, from the start of the prompt
-    num_restarts: int = 0
+    num_sent: int = 0  # blocks written, or being written, from the start of the prompt
     held_since: float = 0.0  # time.monotonic()
     writing: bool = False
     failure: str | None = None  # why it has to end as soon as nobody writes
@@ -180,7 +179,6 @@ class Producer:
             if send.state is SendState.ASKED:
                 send.to(SendState.COMPUTING)
             send.num_sent = 0  # after a preemption: what was read from the old blocks may have been overwritten
-            send.num_restarts += 1
         elif plan.stage is Stage.ABORTED:
             send.failure = send.failure or "the prefill was aborted"
         elif plan.stage is Stage.COMPLETE and send.pull is None and send.state is SendState.COMPUTING:
@@ -224,9 +222,10 @@ class Producer:
         """One of the senders: takes the next transfer that has blocks to write, writes, again and again."""
         while True:
             *_, send = await self._jobs.get()
-            plan, pull, restarts = send.plan, send.pull, send.num_restarts
+            plan, pull = send.plan, send.pull
             assert plan is not None and pull is not None
             start, end = max(send.num_sent, pull.first_block), len(plan.block_ids)
+            send.num_sent = end  # before it is written: if the prompt is preempted meanwhile, 0 is what holds
             theirs = pull.block_ids[start - pull.first_block : end - pull.first_block]
             mine = self._layout, self._address, plan.block_ids[start:end]
             pieces = pieces_of(*mine, pull.layout, pull.base_address, theirs)
@@ -237,8 +236,6 @@ class Producer:
 
             try:
                 await self._loop.run_in_executor(self._pool, self._transport.write, pull.session, pieces, cancelled)
-                if send.num_restarts == restarts:
-                    send.num_sent = end
                 send.num_bytes += sum(piece.num_bytes for piece in pieces)
                 send.num_pieces += len(pieces)
                 send.seconds += time.perf_counter() - begin
