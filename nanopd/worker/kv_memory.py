@@ -19,8 +19,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopd.config import EngineConfig, SamplingParams, UserError, parse_bytes
-from nanopd.models.config import ModelConfig
+from nanopd.config import EngineConfig, SamplingParams, parse_bytes
+from nanopd.models.config import ModelConfig, require
 from nanopd.models.decoder import Decoder
 from nanopd.worker.sampler import SamplingRow, sample
 
@@ -114,10 +114,7 @@ def plan_num_blocks(
         longest = -(-(config.max_model_len or model.max_position_embeddings) // config.block_size)
         share = int(free * (0.9 if device.startswith("cuda") else 0.25))
         budget = min(share, config.max_num_seqs * longest * block)
-    if not block <= budget <= free:
-        wish, least, most = (f"{size / 2**20:,.2f} MiB" for size in (budget, block, free))
-        raise UserError(
-            f"The KV cache cannot get {wish}: one block takes {least}, and {most} are free. "
-            "Change --num-blocks, --kv-cache-memory or --block-size."
-        )
+    wish, least, most = (f"{size / 2**20:,.2f} MiB" for size in (budget, block, free))
+    why = f"one block takes {least}, and {most} are free. Change --num-blocks, --kv-cache-memory or --block-size"
+    require(block <= budget <= free, f"The KV cache cannot get {wish}: {why}.")
     return budget // block
