@@ -205,25 +205,23 @@ class Consumer:
 
     def _watch(self, address: Address, peer: Peer) -> None:
         """Has the connection been lost, or could none be made?"""
-        while peer.monitor.poll(0):
+        while self._peers.get(address) is peer and peer.monitor.poll(0):
             event = recv_monitor_message(peer.monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
                 peer.connected = True
-                continue
-            if event == zmq.EVENT_CLOSED:
+            elif event == zmq.EVENT_CLOSED:
                 self._drop(address, peer)
-                return
-            # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its place,
-            # answers our Cancel; or nobody is there.
-            again = self._peers[address] = self._connect(address)
-            again.recvs, again.connected = peer.recvs, True
-            for transfer_id, recv in peer.recvs.items():
-                if recv.state is RecvState.ASKED:
-                    self._give_up(again, transfer_id, recv, "the connection is lost")
-                else:
-                    self._send(again, Cancel(VERSION, transfer_id))
-            _close(peer)
-            return
+            else:
+                # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its
+                # place, answers our Cancel; or nobody is there.
+                again = self._peers[address] = self._connect(address)
+                again.recvs, again.connected = peer.recvs, True
+                for transfer_id, recv in peer.recvs.items():
+                    if recv.state is RecvState.ASKED:
+                        self._give_up(again, transfer_id, recv, "the connection is lost")
+                    else:
+                        self._send(again, Cancel(VERSION, transfer_id))
+                _close(peer)
 
     def _drop(self, address: Address, peer: Peer) -> None:
         """Nobody is there. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""

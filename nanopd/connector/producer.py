@@ -7,6 +7,7 @@ of them works for a transfer, so its writes are in order. States: SEND_TRANSITIO
 """
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import logging
@@ -115,6 +116,7 @@ class Producer:
         self._socket = zmq.asyncio.Context().socket(zmq.ROUTER)
         self._socket.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a D whose connection was lost comes back under its name
+        self._socket.set(zmq.LINGER, 200)
         self._socket.set(zmq.IPV6, ":" in config.kv_host)
         try:
             self._socket.bind(where := protocol.tcp_address(config.kv_host, config.kv_port or "*"))
@@ -153,12 +155,8 @@ class Producer:
     # ---------------------------------------------------------------- the loop's thread
 
     async def _main(self) -> None:
-        try:
+        with self._socket, contextlib.suppress(asyncio.CancelledError):  # until `close`
             await asyncio.gather(self._listen(), *(self._send_next() for _ in range(NUM_SENDERS)))
-        except asyncio.CancelledError:
-            pass  # `close`
-        finally:
-            self._socket.close(linger=200)
 
     def _update(self, plan: SendPlan) -> None:
         send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
