@@ -48,7 +48,8 @@ class EngineCore:
         model = load_config(self.model_path)
         known = model.max_position_embeddings
         max_model_len = config.max_model_len or known
-        require(max_model_len <= known, f"--max-model-len is {max_model_len}, and the model knows {known} positions.")
+        limit = f"--max-model-len is {max_model_len}, and the model knows {known} positions; ask for at most as many."
+        require(max_model_len <= known, limit)
         dtype_name = config.dtype if config.dtype != "auto" else model.dtype
         if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
