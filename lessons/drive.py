@@ -324,7 +324,6 @@ def in_memory() -> Iterator[type[MemoryTransport]]:
         def address(host: str, port: int | str) -> str:
             return f"ipc://{directory}/p:{next(ports) if port == '*' else port}"
 
-        for module in ("protocol", "consumer"):
-            patches.enter_context(patch(f"nanopd.connector.{module}.tcp_address", address))
+        patches.enter_context(patch("nanopd.connector.protocol.tcp_address", address))
         patches.enter_context(patch("nanopd.connector.mooncake.MooncakeTransport", fresh))
         yield fresh

@@ -10,11 +10,11 @@ Nothing heavy is imported before a command needs it: `nanopd --help` must answer
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import logging
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -83,12 +83,11 @@ def add_checkout_commands() -> None:
     """Benchmarks and lessons are not part of the engine, but in a source checkout they stand beside the package. Each
     is a package of its own (another `tests` may be installed), with a module `commands` whose `register` adds them."""
     for folder in (CHECKOUT / "tests/bench", CHECKOUT / "lessons"):
-        name, file = f"nanopd_{folder.name}", folder / "__init__.py"
+        name = f"nanopd_{folder.name}"
         if (folder / "commands.py").is_file() and f"{name}.commands" not in sys.modules:
             if name not in sys.modules:
-                spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
-                assert spec and spec.loader
-                sys.modules[name] = importlib.util.module_from_spec(spec)
+                package = sys.modules[name] = types.ModuleType(name)
+                package.__path__ = [str(folder)]
             importlib.import_module(f"{name}.commands").register(app)
 
 
@@ -211,9 +210,7 @@ def trace(
         output.write_bytes(export.html(files).encode() if how == "html" else export.perfetto(files))
         print(output)
     else:
-        raise UserError(
-            "It is trace show FILE [--follow], trace html FILE… [-o FILE] or trace perfetto FILE… [-o FILE]."
-        )
+        raise UserError("It is trace show FILE [--follow], or trace html FILE… [-o FILE], or perfetto instead of html.")
 
 
 @model_app.command("list")

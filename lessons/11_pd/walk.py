@@ -17,16 +17,7 @@ from nanopd.config import KVTransferConfig
 from nanopd.connector.consumer import GRACE
 from nanopd.connector.mooncake import MooncakeScheduler
 from nanopd.connector.producer import NUM_SENDERS, Stage
-from nanopd.connector.protocol import (
-    RECV_TRANSITIONS,
-    SEND_TRANSITIONS,
-    VERSION,
-    KVTransferParams,
-    Layout,
-    Pull,
-    RecvState,
-    SendState,
-)
+from nanopd.connector.protocol import RECV_TRANSITIONS, SEND_TRANSITIONS, KVTransferParams, Layout, RecvState, SendState
 from nanopd.connector.transport import pieces_of
 from nanopd.core.output import KVConnectorOutput
 from nanopd.request import RequestStatus
@@ -69,13 +60,12 @@ assert 1004 / 4 == 251 and 104 / 4 == 26
 
 # %%
 layout = Layout("a model", "float32", "cross_layer", block_size=4, num_runs=1, run_bytes=2048, num_blocks=400)
-nothing = Pull(VERSION, "", "D's session", 0, layout, 0, b"", 0, [])
 TO_D = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 8998, "transfer_id": "X"}
 
 
-def decode_half(block_size=4):
-    pull = msgspec.structs.replace(nothing, layout=msgspec.structs.replace(layout, block_size=block_size))
-    return MooncakeScheduler(KVTransferConfig(role="decode"), None, pull)
+def scheduler_half(role, block_size=4):
+    memory = "its session", 0, msgspec.structs.replace(layout, block_size=block_size)
+    return MooncakeScheduler(KVTransferConfig(role=role), 8998 if role == "prefill" else None, memory)
 
 
 def asked(prompt, name="long", raw=TO_D, **params):
@@ -84,7 +74,7 @@ def asked(prompt, name="long", raw=TO_D, **params):
     return request
 
 
-d = busy(connector=decode_half())
+d = busy(connector=scheduler_half("decode"))
 d.add_request(asked(1000, max_tokens=20))
 on_d = sizes(d, 12, {5: KVConnectorOutput(finished_recving={"long"})})
 assert on_d == 6 * [4] + 6 * [5], "D's steps hardly grow"
@@ -118,7 +108,7 @@ assert KVTransferConfig().kv_port == to_d["kv_transfer_params"]["remote_port"] =
 # D first. The prompt of 18 tokens needs five blocks of 4. The request gets them and waits; the plan of the step has a Pull.
 
 # %%
-d = drive.scheduler(num_blocks=20, block_size=4, connector=decode_half())
+d = drive.scheduler(num_blocks=20, block_size=4, connector=scheduler_half("decode"))
 pool = d.kv.pool
 popped = pool.get_new_blocks(20)
 pool.free(popped[i] for i in [7, 2, 3, 9, 4, *(i for i in range(20) if i not in (7, 2, 3, 9, 4))])
@@ -138,9 +128,7 @@ drive.finish_step(d, plan)
 # blocks do not: the next plan says COMPLETE and names them.
 
 # %%
-p = drive.scheduler(
-    num_blocks=20, block_size=4, connector=MooncakeScheduler(KVTransferConfig(role="prefill"), 8998, nothing)
-)
+p = drive.scheduler(num_blocks=20, block_size=4, connector=scheduler_half("prefill"))
 p.add_request(asked(18, "r", {"do_remote_decode": True, "transfer_id": "X"}, max_tokens=1))
 plan = p.schedule()
 assert [send.stage for send in plan.kv_connector_metadata.reqs_to_send] == [Stage.STARTED]
@@ -406,13 +394,9 @@ assert 8192 // 16 == 512 and 512 * 48 * per_layer == 192 * MiB and 8 * 192 / 102
 # %%
 rows = []
 for num_tokens, blocks in ((8192, 512), (9216, 576)):
-    d = drive.scheduler(5000, 16, max_model_len=10_000, connector=decode_half(16))
+    d = drive.scheduler(5000, 16, max_model_len=10_000, connector=scheduler_half("decode", 16))
     p = drive.scheduler(
-        5000,
-        16,
-        max_model_len=10_000,
-        max_num_batched_tokens=8192,
-        connector=MooncakeScheduler(KVTransferConfig(role="prefill"), 8998, decode_half(16)._pull),
+        5000, 16, max_model_len=10_000, max_num_batched_tokens=8192, connector=scheduler_half("prefill", 16)
     )
     for i in range(8):
         d.add_request(asked(range(i, i + num_tokens), f"r{i}", TO_D | {"transfer_id": f"X{i}"}))
@@ -477,7 +461,7 @@ with drive.in_memory() as transport:
 # The questions of the text, as far as they are not answered above.
 
 # %%
-half = decode_half()
+half = scheduler_half("decode")
 short, longer = asked(4, "short"), asked(5, "longer")
 assert half.get_num_new_matched_tokens(short, 0) == (0, False) and half.get_num_new_matched_tokens(longer, 0) == (
     5,

@@ -194,7 +194,8 @@ class Jobs:
         self.more = asyncio.Event()
 
     def put_nowait(self, job: Any) -> None:
-        *_, room, send = job
+        *_, send = job
+        room = send.transfer_id
         start, size = max(send.num_sent, send.pull.first_block), len(send.plan.block_ids)
         self.jobs[room] = job
         self.queue.open(room, len(send.pull.block_ids))

@@ -23,18 +23,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nanopd.connector.protocol import (
-    BAD_MESSAGE,
-    MAX_FRAME,
-    RECV_TRANSITIONS,
-    VERSION,
-    Cancel,
-    Done,
-    Failed,
-    Pull,
-    RecvState,
-    tcp_address,
-)
+from nanopd.connector import protocol
+from nanopd.connector.protocol import VERSION, Cancel, Done, Failed, Pull, RecvState
 from nanopd.core.output import KVConnectorOutput, TransferStats
 from nanopd.trace.events import Tracer, Transfer, ignore
 
@@ -58,7 +48,7 @@ class Recv:
     gone_at: float | None = None  # when it was found that nobody is at P's address any more
 
     def to(self, state: RecvState, why: str = "") -> None:
-        assert state in RECV_TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
+        assert state in protocol.RECV_TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
         self.trace(Transfer(self.request_id, self.transfer_id, "recv", state.value, why))
 
@@ -154,13 +144,13 @@ class Consumer:
     def _connect(self, address: Address) -> Peer:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, self._name)
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        socket.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
         socket.set(zmq.TCP_KEEPALIVE, 1)
         socket.set(zmq.IPV6, ":" in address[0])
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         peer = Peer(socket, socket.get_monitor_socket(events))  # before it connects: it must not miss that
         try:
-            socket.connect(tcp_address(*address))
+            socket.connect(protocol.tcp_address(*address))
         except zmq.ZMQError:
             _close(peer)
             raise
@@ -179,7 +169,7 @@ class Consumer:
                 return self._decoder.decode(peer.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return None
-            except BAD_MESSAGE as error:
+            except protocol.BAD_MESSAGE as error:
                 logger.warning(f"message from a prefill node ignored: {error}")
 
     def _on_message(self, peer: Peer, message: Done | Failed) -> None:
@@ -193,9 +183,8 @@ class Consumer:
         self._stats.received += 1
         self._stats.received_bytes += message.num_bytes
         self._output.finished_recving.add(recv.request_id)
-        self._output.transfers[recv.request_id] = {
-            name: getattr(message, name) for name in ("num_bytes", "num_pieces", "seconds", "prefill_seconds")
-        }
+        names = "num_bytes", "num_pieces", "seconds", "prefill_seconds"
+        self._output.transfers[recv.request_id] = {name: getattr(message, name) for name in names}
 
     def _fail(self, recv: Recv, reason: str) -> None:
         if recv.state is RecvState.ASKED:
@@ -216,25 +205,23 @@ class Consumer:
 
     def _watch(self, address: Address, peer: Peer) -> None:
         """Has the connection been lost, or could none be made?"""
-        while peer.monitor.poll(0):
+        while self._peers.get(address) is peer and peer.monitor.poll(0):
             event = recv_monitor_message(peer.monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
                 peer.connected = True
-                continue
-            if event == zmq.EVENT_CLOSED:
+            elif event == zmq.EVENT_CLOSED:
                 self._drop(address, peer)
-                return
-            # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its place,
-            # answers our Cancel; or nobody is there.
-            again = self._peers[address] = self._connect(address)
-            again.recvs, again.connected = peer.recvs, True
-            for transfer_id, recv in peer.recvs.items():
-                if recv.state is RecvState.ASKED:
-                    self._give_up(again, transfer_id, recv, "the connection is lost")
-                else:
-                    self._send(again, Cancel(VERSION, transfer_id))
-            _close(peer)
-            return
+            else:
+                # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its
+                # place, answers our Cancel; or nobody is there.
+                again = self._peers[address] = self._connect(address)
+                again.recvs, again.connected = peer.recvs, True
+                for transfer_id, recv in peer.recvs.items():
+                    if recv.state is RecvState.ASKED:
+                        self._give_up(again, transfer_id, recv, "the connection is lost")
+                    else:
+                        self._send(again, Cancel(VERSION, transfer_id))
+                _close(peer)
 
     def _drop(self, address: Address, peer: Peer) -> None:
         """Nobody is there. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""

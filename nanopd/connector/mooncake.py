@@ -11,7 +11,6 @@ import hashlib
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import msgspec
 import torch
 
 from nanopd.config import KVTransferConfig
@@ -47,25 +46,20 @@ class MooncakeScheduler(KVConnectorScheduler):
     Args:
         config: whether prompts are pushed in chunks, and where D finds us.
         port: of our side channel; None if we are no P.
-        pull: what every Pull of ours has in common.
+        memory: where P writes for us: the session of our transfer engine, the address of our KV memory, its layout.
     """
 
-    def __init__(self, config: KVTransferConfig, port: int | None, pull: Pull) -> None:
-        self._config, self._port, self._pull, self._block_size = config, port, pull, pull.layout.block_size
+    def __init__(self, config: KVTransferConfig, port: int | None, memory: tuple[str, int, Layout]) -> None:
+        self._config, self._port, self._memory, self._block_size = config, port, memory, memory[2].block_size
         self._next = MooncakeMetadata()
         self._asked: set[str] = set()  # D: requests that have got their blocks once, loaded or not
-        self._sending: dict[str, SendPlan] = {}  # P: unfinished requests whose blocks are wanted
-        self._tables: dict[str, list[int]] = {}  # P: their blocks (kv_push per_chunk)
+        # P: unfinished requests whose blocks are wanted, and which blocks these are (kv_push per_chunk).
+        self._sending: dict[str, tuple[Request, SendPlan, list[int]]] = {}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        missing = request.num_prompt_tokens - num_computed_tokens
-        if not self._is_remote_prefill(request) or request.request_id in self._asked or missing <= self._block_size:
-            return 0, False  # up to a block is computed sooner than fetched
-        return missing, True
-
-    @staticmethod
-    def _is_remote_prefill(request: Request) -> bool:
-        return request.kv_transfer_params is not None and request.kv_transfer_params.do_remote_prefill
+        params, missing = request.kv_transfer_params, request.num_prompt_tokens - num_computed_tokens
+        wanted = params is not None and params.do_remote_prefill and request.request_id not in self._asked
+        return (missing, True) if wanted and missing > self._block_size else (0, False)  # a block is computed sooner
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         params: KVTransferParams | None = request.kv_transfer_params
@@ -73,18 +67,12 @@ class MooncakeScheduler(KVConnectorScheduler):
             return
         if params.do_remote_decode:
             plan = SendPlan(params.transfer_id, request.request_id, request.num_prompt_tokens, _prompt_hash(request))
-            self._sending[request.request_id] = plan
+            self._sending[request.request_id] = request, plan, list(block_ids)
             self._next.reqs_to_send.append(plan)
         elif num_external_tokens:
             first = (request.num_computed_tokens - num_external_tokens) // self._block_size
-            pull = msgspec.structs.replace(
-                self._pull,
-                transfer_id=params.transfer_id,
-                num_tokens=request.num_prompt_tokens,
-                prompt_hash=_prompt_hash(request),
-                first_block=first,
-                block_ids=block_ids[first:],
-            )
+            count, ids = request.num_prompt_tokens, block_ids[first:]
+            pull = Pull(VERSION, params.transfer_id, *self._memory, count, _prompt_hash(request), first, ids)
             self._next.reqs_to_recv.append((request.request_id, _address(params), pull))
         elif request.request_id not in self._asked:  # all was here: P need not wait for us (rule P5)
             self._next.reqs_to_cancel.append((request.request_id, _address(params), params.transfer_id, False))
@@ -93,24 +81,17 @@ class MooncakeScheduler(KVConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MooncakeMetadata:
         metadata, self._next = self._next, MooncakeMetadata()
         if self._config.kv_push == "per_chunk":
-            for new in scheduler_output.scheduled_new_reqs:
-                self._tables[new.request_id] = list(new.block_ids)
-                self._add_chunk(metadata, scheduler_output, new.request_id, new.num_computed_tokens)
-            for known in scheduler_output.scheduled_cached_reqs:
-                self._tables[known.request_id] += known.new_block_ids
-                self._add_chunk(metadata, scheduler_output, known.request_id, known.num_computed_tokens)
+            new_blocks = {r.request_id: r.new_block_ids for r in scheduler_output.scheduled_cached_reqs}
+            for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+                if request_id in self._sending:
+                    request, plan, table = self._sending[request_id]
+                    table += new_blocks.get(request_id, [])
+                    num_full = min(request.num_computed_tokens + num_new, plan.num_tokens) // self._block_size
+                    metadata.chunks.append(replace(plan, stage=Stage.CHUNK, block_ids=table[:num_full]))
         return metadata
-
-    def _add_chunk(self, metadata: MooncakeMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
-        """The blocks that will be full after this step."""
-        if plan := self._sending.get(request_id):
-            num_tokens = min(computed + output.num_scheduled_tokens[request_id], plan.num_tokens)
-            blocks = self._tables[request_id][: num_tokens // self._block_size]
-            metadata.chunks.append(replace(plan, stage=Stage.CHUNK, block_ids=blocks))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params: KVTransferParams | None = request.kv_transfer_params
-        self._tables.pop(request.request_id, None)
         if params is None:
             return False, None
         asked = request.request_id in self._asked
@@ -118,13 +99,13 @@ class MooncakeScheduler(KVConnectorScheduler):
         if params.do_remote_prefill:
             self._next.reqs_to_cancel.append((request.request_id, _address(params), params.transfer_id, asked))
             return False, None
-        plan = self._sending.pop(request.request_id, SendPlan(params.transfer_id, request.request_id, 0, b""))
-        if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
-            self._next.reqs_to_send.append(replace(plan, stage=Stage.ABORTED))
+        sending = self._sending.pop(request.request_id, None)
+        if sending is None or request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+            self._next.reqs_to_send.append(SendPlan(params.transfer_id, request.request_id, 0, b"", Stage.ABORTED))
             return True, None
-        blocks = block_ids[: -(-plan.num_tokens // self._block_size)]
+        blocks = block_ids[: -(-request.num_prompt_tokens // self._block_size)]
         seconds = (request.metrics.first_token_time or 0.0) - (request.metrics.first_scheduled_time or 0.0)
-        plan = replace(plan, stage=Stage.COMPLETE, block_ids=blocks, prefill_seconds=seconds)
+        plan = replace(sending[1], stage=Stage.COMPLETE, block_ids=blocks, prefill_seconds=seconds)
         self._next.reqs_to_send.append(plan)
         where = {"remote_host": self._config.kv_host, "remote_port": self._port, "transfer_id": params.transfer_id}
         return True, {"do_remote_prefill": True, "do_remote_decode": False} | where
@@ -206,15 +187,14 @@ def make_connector(
     ours = transport, layout, memory.data_ptr(), stats, trace
     producer = Producer(config, *ours) if config.role != "decode" else None
     consumer = Consumer(config.kv_load_timeout, stats, trace) if config.role != "prefill" else None
-    pull = Pull(VERSION, "", transport.session, memory.data_ptr(), layout, 0, b"", 0, [])
     worker = MooncakeWorker(transport, producer, consumer, stats)
-    return MooncakeScheduler(config, worker.port, pull), worker
+    return MooncakeScheduler(config, worker.port, (transport.session, memory.data_ptr(), layout)), worker
 
 
 def layout_of(model: Decoder, kv_cache: KVCache, kv_layout: str) -> Layout:
     """What a peer must know of this engine's KV memory: all dimensions before that of the blocks count runs, all after
     it lie inside one."""
-    shape, block_size = kv_cache.memory.shape, kv_cache.layers[0][0].shape[1]
+    shape, block_size = kv_cache.memory.shape, kv_cache.by_layer.shape[3]
     dim = {"kv_first": 2, "blocks_first": 1, "cross_layer": 0}[kv_layout]
     run_bytes = shape[dim + 1 :].numel() * kv_cache.memory.itemsize
     dtype = str(kv_cache.memory.dtype).removeprefix("torch.")

@@ -7,16 +7,15 @@ of them works for a transfer, so its writes are in order. States: SEND_TRANSITIO
 """
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import logging
-import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import zmq.asyncio
@@ -67,8 +66,7 @@ class Send:
     plan: SendPlan | None = None
     pull: Pull | None = None
     peer: bytes = b""  # D on the side channel
-    num_sent: int = 0  # blocks written, from the start of the prompt
-    num_restarts: int = 0
+    num_sent: int = 0  # blocks written, or being written, from the start of the prompt
     held_since: float = 0.0  # time.monotonic()
     writing: bool = False
     failure: str | None = None  # why it has to end as soon as nobody writes
@@ -109,9 +107,8 @@ class Producer:
         self._stats, self._trace = stats, trace
         self._sends: dict[str, Send] = {}  # by transfer id
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why nothing more comes of it
-        # Ids of requests whose blocks nobody reads any more.
-        self._finished: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._jobs: asyncio.PriorityQueue[tuple[int, int, str, Send]] = asyncio.PriorityQueue()
+        self._finished: deque[str] = deque()  # ids of requests whose blocks nobody reads any more
+        self._jobs: asyncio.PriorityQueue[tuple[int, int, Send]] = asyncio.PriorityQueue()
         self._numbers = itertools.count()
         self._made_room_at = 0.0
         self._pool = ThreadPoolExecutor(NUM_SENDERS, thread_name_prefix="kv-sender")
@@ -119,6 +116,7 @@ class Producer:
         self._socket = zmq.asyncio.Context().socket(zmq.ROUTER)
         self._socket.set(zmq.MAXMSGSIZE, protocol.MAX_FRAME)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a D whose connection was lost comes back under its name
+        self._socket.set(zmq.LINGER, 200)
         self._socket.set(zmq.IPV6, ":" in config.kv_host)
         try:
             self._socket.bind(where := protocol.tcp_address(config.kv_host, config.kv_port or "*"))
@@ -145,7 +143,7 @@ class Producer:
         """Requests whose blocks can be freed."""
         if not self._thread.is_alive():
             raise RuntimeError("the thread that sends KV blocks has died")
-        return {self._finished.get() for _ in range(self._finished.qsize())}
+        return {self._finished.popleft() for _ in range(len(self._finished))}
 
     def close(self) -> None:
         """Ends the threads. A write that is under way ends with its batch."""
@@ -157,12 +155,8 @@ class Producer:
     # ---------------------------------------------------------------- the loop's thread
 
     async def _main(self) -> None:
-        try:
+        with self._socket, contextlib.suppress(asyncio.CancelledError):  # until `close`
             await asyncio.gather(self._listen(), *(self._send_next() for _ in range(NUM_SENDERS)))
-        except asyncio.CancelledError:
-            pass  # `close`
-        finally:
-            self._socket.close(linger=200)
 
     def _update(self, plan: SendPlan) -> None:
         send, transfer_id = self._sends.get(plan.transfer_id), plan.transfer_id
@@ -174,7 +168,7 @@ class Producer:
             if send is None and plan.stage is Stage.ABORTED:
                 self._remember(transfer_id, "the prefill was aborted")
             if plan.stage in (Stage.COMPLETE, Stage.ABORTED):
-                self._finished.put(plan.request_id)
+                self._finished.append(plan.request_id)
                 if self._ended.get(transfer_id) == CANCELLED:
                     del self._ended[transfer_id]  # this was the request it was about
             return
@@ -183,53 +177,53 @@ class Producer:
             if send.state is SendState.ASKED:
                 send.to(SendState.COMPUTING)
             send.num_sent = 0  # after a preemption: what was read from the old blocks may have been overwritten
-            send.num_restarts += 1
         elif plan.stage is Stage.ABORTED:
             send.failure = send.failure or "the prefill was aborted"
         elif plan.stage is Stage.COMPLETE and send.pull is None and send.state is SendState.COMPUTING:
             send.to(SendState.HELD)
             send.held_since = time.monotonic()
-            self._expire_later(transfer_id, send)
-        self._advance(transfer_id, send)
+            self._expire_later(send)
+        self._advance(send)
 
-    def _advance(self, transfer_id: str, send: Send) -> None:
+    def _advance(self, send: Send) -> None:
         """Queues the transfer if there is something to write and nobody writes it yet; ends it if all is written."""
-        plan, pull = send.plan, send.pull
+        plan, pull, transfer_id = send.plan, send.pull, send.transfer_id
         if send.writing or transfer_id not in self._sends:
             return
         if send.failure is not None:
-            self._end(transfer_id, send, Failed(transfer_id, send.failure))
+            self._end(send, Failed(transfer_id, send.failure))
         elif plan is None or pull is None:
             return
         elif (pull.num_tokens, pull.prompt_hash) != (plan.num_tokens, plan.prompt_hash):
-            self._fail(transfer_id, send, "the prompt of this transfer is another one")
+            self._fail(send, "the prompt of this transfer is another one")
         elif max(send.num_sent, pull.first_block) < len(plan.block_ids):
             if send.state is not SendState.SENDING:
                 send.to(SendState.SENDING)
             send.writing = True
             priority = len(pull.block_ids) if self._config.kv_send_order == "shortest" else 0
-            self._jobs.put_nowait((priority, next(self._numbers), transfer_id, send))
+            self._jobs.put_nowait((priority, next(self._numbers), send))
         elif plan.stage is Stage.COMPLETE:
             totals = send.num_bytes, send.num_pieces, send.seconds, plan.prefill_seconds
-            self._end(transfer_id, send, Done(transfer_id, *totals))
+            self._end(send, Done(transfer_id, *totals))
 
     def _make_room(self) -> None:
         """Gives up the prompt that was held longest, one at a time; its D will compute it itself."""
         now = time.monotonic()
         if now > self._made_room_at + ROOM_PAUSE:
-            for transfer_id, send in self._sends.items():  # oldest first
+            for send in self._sends.values():  # oldest first
                 if send.state is SendState.HELD and now > send.held_since + ROOM_GRACE:
                     self._made_room_at = now
-                    self._fail(transfer_id, send, "this node needed the blocks for others")
+                    self._fail(send, "this node needed the blocks for others")
                     return
 
     async def _send_next(self) -> None:
         """One of the senders: takes the next transfer that has blocks to write, writes, again and again."""
         while True:
-            *_, transfer_id, send = await self._jobs.get()
-            plan, pull, restarts = send.plan, send.pull, send.num_restarts
+            *_, send = await self._jobs.get()
+            plan, pull = send.plan, send.pull
             assert plan is not None and pull is not None
             start, end = max(send.num_sent, pull.first_block), len(plan.block_ids)
+            send.num_sent = end  # before it is written: if the prompt is preempted meanwhile, 0 is what holds
             theirs = pull.block_ids[start - pull.first_block : end - pull.first_block]
             mine = self._layout, self._address, plan.block_ids[start:end]
             pieces = pieces_of(*mine, pull.layout, pull.base_address, theirs)
@@ -239,26 +233,23 @@ class Producer:
                 return send.failure is not None or self._closing.is_set()
 
             try:
-                write = partial(self._transport.write, pull.session, pieces, cancelled)
-                await self._loop.run_in_executor(self._pool, write)
-                if send.num_restarts == restarts:
-                    send.num_sent = end
+                await self._loop.run_in_executor(self._pool, self._transport.write, pull.session, pieces, cancelled)
                 send.num_bytes += sum(piece.num_bytes for piece in pieces)
                 send.num_pieces += len(pieces)
                 send.seconds += time.perf_counter() - begin
             except TransferError as error:
                 send.failure = send.failure or str(error)
             send.writing = False
-            self._advance(transfer_id, send)
+            self._advance(send)
 
-    def _fail(self, transfer_id: str, send: Send, reason: str) -> None:
+    def _fail(self, send: Send, reason: str) -> None:
         """Ends a transfer, at once or as soon as the write under way has ended."""
         send.failure = send.failure or reason
-        self._advance(transfer_id, send)
+        self._advance(send)
 
-    def _end(self, transfer_id: str, send: Send, answer: Done | Failed) -> None:
-        del self._sends[transfer_id]
-        self._remember(transfer_id, answer.reason if isinstance(answer, Failed) else "it is done")
+    def _end(self, send: Send, answer: Done | Failed) -> None:
+        del self._sends[send.transfer_id]
+        self._remember(send.transfer_id, answer.reason if isinstance(answer, Failed) else "it is done")
         if isinstance(answer, Done):
             send.to(SendState.DONE, f"{send.num_bytes:,} bytes in {send.num_pieces} pieces")
             self._stats.sent += 1
@@ -268,20 +259,20 @@ class Producer:
         else:
             send.to(SendState.FAILED, answer.reason)
             self._stats.send_failures += 1
-            whose = f"{transfer_id} (request {send.plan and send.plan.request_id})"
+            whose = f"{send.transfer_id} (request {send.plan and send.plan.request_id})"
             logger.warning(f"transfer {whose} failed: {answer.reason}; its blocks are let go")
         if send.peer:
             self._reply(send.peer, answer)
         if send.plan is not None and send.plan.stage in (Stage.COMPLETE, Stage.ABORTED):
-            self._finished.put(send.plan.request_id)
+            self._finished.append(send.plan.request_id)
 
-    def _expire_later(self, transfer_id: str, send: Send) -> None:
+    def _expire_later(self, send: Send) -> None:
         """Nobody waits for ever (rule P3): ends the transfer if it is still in this state after the time allowed."""
         seconds, state = self._config.kv_hold_timeout, send.state
 
         def expire() -> None:
             if send.state is state:
-                self._fail(transfer_id, send, f"it was not {'fetched' if send.plan else 'computed'} in {seconds} s")
+                self._fail(send, f"it was not {'fetched' if send.plan else 'computed'} in {seconds} s")
 
         self._loop.call_later(seconds, expire)
 
@@ -314,16 +305,16 @@ class Producer:
             self._reply(peer, Failed(transfer_id, "another node has asked for it"))
         elif reason is not None and send is not None:
             send.peer = peer
-            self._fail(transfer_id, send, reason)
+            self._fail(send, reason)
         elif reason is not None:
             self._remember(transfer_id, CANCELLED)  # should P's request still come: D does not want it
             self._reply(peer, Failed(transfer_id, reason))
         elif isinstance(message, Pull):
             if send is None:
                 send = self._sends[transfer_id] = Send(transfer_id, SendState.ASKED, self._trace)
-                self._expire_later(transfer_id, send)
+                self._expire_later(send)
             send.peer, send.pull = peer, message
-            self._advance(transfer_id, send)
+            self._advance(send)
 
     def _refusal(self, pull: Pull) -> str | None:
         """Why this Pull cannot be served, if it can't (rules P1, P2)."""

@@ -101,19 +101,16 @@ class MooncakeTransport:
 
 
 def _batches(pieces: Iterable[Piece], most: int, most_bytes: int) -> Iterator[list[Piece]]:
-    """Cuts pieces into batches bounded in number and bytes; a piece that is too long is cut itself."""
-    cut = (
-        Piece(p.source + start, p.target + start, min(most_bytes, p.num_bytes - start))
-        for p in pieces
-        for start in range(0, p.num_bytes, most_bytes)
-    )
+    """Pieces in batches bounded in number and bytes; a piece that reaches beyond the end of a batch is cut there."""
     batch: list[Piece] = []
-    num_bytes = 0
-    for piece in cut:
-        if len(batch) == most or num_bytes + piece.num_bytes > most_bytes:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(piece)
-        num_bytes += piece.num_bytes
+    room = most_bytes
+    for source, target, num_bytes in pieces:
+        while num_bytes:
+            if len(batch) == most or not room:
+                yield batch
+                batch, room = [], most_bytes
+            size = min(num_bytes, room)
+            batch.append(Piece(source, target, size))
+            source, target, num_bytes, room = source + size, target + size, num_bytes - size, room - size
     if batch:
         yield batch

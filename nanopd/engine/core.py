@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 import torch
 
-from nanopd.config import EngineConfig, KVTransferConfig, UserError
+from nanopd.config import EngineConfig, KVTransferConfig
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
+from nanopd.models.config import require
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.trace.file import FileTracer, Header
@@ -45,12 +46,10 @@ class EngineCore:
         backend = choose_backend(config.attention_backend, self.device)
         self.model_path = resolve_model(config.model)
         model = load_config(self.model_path)
-        max_model_len = config.max_model_len or model.max_position_embeddings
-        if max_model_len > model.max_position_embeddings:
-            raise UserError(
-                f"--max-model-len is {max_model_len}, and the model knows {model.max_position_embeddings} positions; "
-                "ask for at most as many."
-            )
+        known = model.max_position_embeddings
+        max_model_len = config.max_model_len or known
+        limit = f"--max-model-len is {max_model_len}, and the model knows {known} positions; ask for at most as many."
+        require(max_model_len <= known, limit)
         dtype_name = config.dtype if config.dtype != "auto" else model.dtype
         if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
@@ -61,12 +60,13 @@ class EngineCore:
 
         peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
+        self.max_model_len = min(max_model_len, ceiling, num_blocks * config.block_size)  # what the pool can hold (S9)
+        require(self.max_model_len > 1, "The KV cache holds one token, a request needs two; ask for more --num-blocks.")
         layout = config.kv_layout or ("cross_layer" if kv_transfer.role else "kv_first")
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, layout, dtype, self.device)
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         if config.trace:
-            most = min(max_model_len, ceiling, num_blocks * config.block_size)
-            facts = str(self.model_path), kv_transfer.role, config, num_blocks, most, dtype_name, layout
+            facts = str(self.model_path), kv_transfer.role, config, num_blocks, self.max_model_len, dtype_name, layout
             kv.trace = FileTracer(config.trace, Header(*facts, strides(kv_cache), (time.time(), time.monotonic())))
         scheduler_half, worker_half = None, None
         if kv_transfer.role:
@@ -74,10 +74,7 @@ class EngineCore:
 
             scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
         self.connector = worker_half
-        self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), scheduler_half)
-        self.max_model_len = self.scheduler.max_model_len
-        if self.max_model_len < 2:
-            raise UserError("The KV cache holds a single token, and a request needs two; ask for more --num-blocks.")
+        self.scheduler = Scheduler(config, kv, self.max_model_len, scheduler_half)
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
         if self.device == "cuda":
             self.runner.capture_graphs()
@@ -88,10 +85,8 @@ class EngineCore:
             f"{layout}; room for {num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
         )
         if self.max_model_len < max_model_len:
-            logger.warning(
-                f"max_model_len is {self.max_model_len}, not {max_model_len}: that is what the KV cache can hold "
-                "(--num-blocks, --kv-cache-memory)"
-            )
+            cause = "the KV cache can hold no more (--num-blocks, --kv-cache-memory)"
+            logger.warning(f"max_model_len is {self.max_model_len}, not {max_model_len}: {cause}")
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises UserError if it can never be served."""

@@ -24,7 +24,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raises UserError(sentence) unless it holds: the checks of what a model's files may contain."""
+    """Raises UserError(sentence) unless it holds: checks of what a model's files may contain, and of what fits it."""
     if not holds:
         raise UserError(sentence)
 

@@ -43,10 +43,11 @@ class Tokenizer:
         """Text of `ids`; bytes that are not UTF-8 (yet) come out as U+FFFD, ids without a token as nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Ids of a chat. messages: {"role": …, "content": …} each. Raises UserError: no template, or it refuses."""
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a chat, up to where the assistant's answer begins. messages: {"role": …, "content": …} each.
+
+        Raises UserError: no template, or it refuses.
+        """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
@@ -61,7 +62,7 @@ class Tokenizer:
         env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
         # {% generation %} marks the assistant's words for training; here it becomes a statement that does nothing.
         source = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set _ = 0 \2", self._chat_template or "")
-        names = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        names = {"messages": [dict(m) for m in messages], "add_generation_prompt": True}
         with blame("The model's chat template refuses these messages"):  # it can fail like any program
             text = env.from_string(source).render(self._special_tokens, tools=None, **names)
         return self.encode(text, add_special_tokens=False)

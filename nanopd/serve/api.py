@@ -216,13 +216,8 @@ class Server:
 
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY)
         app.on_response_prepare.append(_send_id)
-        pages = {
-            "/v1/models": self.models,
-            "/health": self.health,
-            "/debug/state": self.state,
-            "/metrics": self.numbers,
-        }
-        app.add_routes([web.get(path, page) for path, page in pages.items()])
+        app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
+        app.add_routes([web.get("/metrics", self.numbers), web.get("/debug/state", self.state)])
         app.add_routes([web.post(path, self.complete) for path in (_COMPLETIONS, _CHAT)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
         await runner.setup()

@@ -267,9 +267,8 @@ class Router:
     async def ask(self, node: Node, request: web.Request, body: dict[str, Any]) -> Pieces:
         """A node's answer, as it comes. Raises Failed."""
         headers = [("X-Request-Id", value) for value in request.headers.getall("X-Request-Id", ())]
-        asking = self.session.request(
-            request.method, node.url + request.path, json=body if request.method == "POST" else None, headers=headers
-        )
+        said = body if request.method == "POST" else None
+        asking = self.session.request(request.method, node.url + request.path, json=said, headers=headers)
         node.calls.add(limit := asyncio.timeout(None))
         try:
             async with limit, asking as response:

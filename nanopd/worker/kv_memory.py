@@ -19,28 +19,26 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopd.config import EngineConfig, SamplingParams, UserError, parse_bytes
-from nanopd.models.config import ModelConfig
+from nanopd.config import EngineConfig, SamplingParams, parse_bytes
+from nanopd.models.config import ModelConfig, require
 from nanopd.models.decoder import Decoder
 from nanopd.worker.sampler import SamplingRow, sample
 
-# For each layout, where the dimensions of the allocation stand in (layer, kv, block, slot, head, dim).
-_AS_LAYER_KV_BLOCK: dict[str, tuple[int, ...]] = {
-    "kv_first": (0, 1, 2, 3, 4, 5),
-    "blocks_first": (0, 2, 1, 3, 4, 5),
-    "cross_layer": (1, 2, 0, 3, 4, 5),
-}
+# For each layout, which dimensions of the allocation are layer, kv and block. Slot, head and dim follow in all of them.
+_LAYER_KV_BLOCK = {"kv_first": (0, 1, 2), "blocks_first": (0, 2, 1), "cross_layer": (1, 2, 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """All K and V of an engine.
 
-    `memory` is the one allocation, its six dimensions in the order of the layout. `layers[i]` is (keys, values) of layer
-    i, each a view (num_blocks, block_size, num_kv_heads, head_dim) of that memory.
+    `memory` is the one allocation, its six dimensions in the order of the layout; `by_layer` is the same in the order
+    (layer, kv, block, slot, head, dim). `layers[i]` is (keys, values) of layer i, each a view (num_blocks, block_size,
+    num_kv_heads, head_dim) of that memory.
     """
 
     memory: Tensor
+    by_layer: Tensor
     layers: list[tuple[Tensor, Tensor]]
 
     @classmethod
@@ -49,7 +47,7 @@ class KVCache:
     ) -> "KVCache":
         """All zeros, so that no garbage can be a NaN. On a CPU the operating system hands out a page when it is first
         written, so a block that was never used costs nothing."""
-        order = _AS_LAYER_KV_BLOCK[layout]
+        order = (*_LAYER_KV_BLOCK[layout], 3, 4, 5)
         sizes = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         shape = [sizes[order.index(dim)] for dim in range(6)]
         if device == "cpu":
@@ -57,17 +55,13 @@ class KVCache:
         else:
             memory = torch.zeros(shape, dtype=dtype, device=device)
         by_layer = memory.permute(order)
-        return cls(memory, [(by_layer[i, 0], by_layer[i, 1]) for i in range(model.num_layers)])
+        return cls(memory, by_layer, [(by_layer[i, 0], by_layer[i, 1]) for i in range(model.num_layers)])
 
 
 def strides(kv_cache: KVCache) -> dict[str, int]:
     """Bytes from one layer, kv, block, slot or head to the next: all a trace's reader needs to find a slot's bytes."""
-    (keys, values), next_keys = kv_cache.layers[0], kv_cache.layers[min(1, len(kv_cache.layers) - 1)][0]
-    steps = [n * keys.itemsize for n in keys.stride()]
-    start = keys.data_ptr()
-    return {"layer": next_keys.data_ptr() - start, "kv": values.data_ptr() - start} | dict(
-        zip(("block", "slot", "head"), steps)
-    )
+    steps = [n * kv_cache.memory.itemsize for n in kv_cache.by_layer.stride()]
+    return dict(zip(("layer", "kv", "block", "slot", "head"), steps))
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -80,9 +74,7 @@ def free_memory(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # in a container (cgroup v2) its limit counts, not the machine's memory
+    with contextlib.suppress(OSError, ValueError):  # in a container (cgroup v2) its limit counts, not the machine's
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return max(free, 0)
@@ -122,10 +114,7 @@ def plan_num_blocks(
         longest = -(-(config.max_model_len or model.max_position_embeddings) // config.block_size)
         share = int(free * (0.9 if device.startswith("cuda") else 0.25))
         budget = min(share, config.max_num_seqs * longest * block)
-    if not block <= budget <= free:
-        wish, least, most = (f"{size / 2**20:,.2f} MiB" for size in (budget, block, free))
-        raise UserError(
-            f"The KV cache cannot get {wish}: one block takes {least}, and {most} are free. "
-            "Change --num-blocks, --kv-cache-memory or --block-size."
-        )
+    wish, least, most = (f"{size / 2**20:,.2f} MiB" for size in (budget, block, free))
+    why = f"one block takes {least}, and {most} are free. Change --num-blocks, --kv-cache-memory or --block-size"
+    require(block <= budget <= free, f"The KV cache cannot get {wish}: {why}.")
     return budget // block

@@ -77,9 +77,8 @@ def test_ids_are_those_of_transformers(kind, tmp_path):
             for skip in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     for chat in CHATS:
-        for prompt in (True, False):
-            expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)
-            assert ours.apply_chat_template(chat, prompt) == theirs.encode(expected, add_special_tokens=False)
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert ours.apply_chat_template(chat) == theirs.encode(expected, add_special_tokens=False)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
 
 
