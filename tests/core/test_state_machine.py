@@ -1,5 +1,5 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
-late, pools that are too small. Peers write garbage wherever they may, at each step.
+late, pools that are too small, drafts of which some tokens are right. Peers write garbage wherever they may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -43,8 +43,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "fail"]),
         load_async=st.sampled_from([True, True, False]),
+        drafts=st.sampled_from([0, 1, 2, 5]),
     )
-    def begin(self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async):
+    def begin(
+        self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async, drafts
+    ):
         self.connector = FakeConnector(block_size)
         self.connector.load_async = load_async
         self.scheduler = make_scheduler(
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             connector=self.connector,
             kv_load_failure_policy=policy,
+            speculative_ngram=drafts,
         )
         self.driver = Driver(self.scheduler)
         self.count = 0
@@ -89,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             room_wanted = self.connector.room_wanted
             held = bool(self.scheduler.requests and self.scheduler.reclaiming)
             tokens = {request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests}
+            self.driver.right = rng.randrange(7)
             output = self.driver.step(tokens)
             if held and not output.num_scheduled_tokens and not output.preempted_req_ids:
                 assert self.connector.room_wanted > room_wanted, (
