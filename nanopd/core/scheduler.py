@@ -13,6 +13,7 @@ It knows nothing about tensors, text or sockets. Rules S1-S11; lessons 04, 05 an
 """
 
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from nanopd.config import EngineConfig, UserError
 from nanopd.core.block_pool import KVCacheBlock
 from nanopd.core.kv_cache import KVCacheManager, reclaimed
+from nanopd.core.ngram import propose
 from nanopd.core.output import (
     CachedRequestData,
     EngineCoreOutput,
@@ -69,11 +71,12 @@ class Scheduler:
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
+        self._num_drafts = self._num_accepted = 0
 
     # ---------------------------------------------------------------- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Puts a request at the end of `waiting`. Raises UserError if it could never be served (rule S9)."""
+        """Puts a request into `waiting`, behind all that go first. Raises UserError if it could never be served (S9)."""
         if request.request_id in self.requests or request.request_id in self.reclaiming:
             raise UserError(
                 f"Request id {request.request_id!r} is already in use; ids of unfinished requests must differ."
@@ -87,9 +90,22 @@ class Scheduler:
             )
         self.kv.update_block_hashes(request)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        place = bisect_right(self.waiting, self._rank(request), key=self._rank)
+        self.waiting.insert(place, request)
         if self.trace is not ignore:
-            self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
+            most = request.sampling_params.max_tokens
+            self.trace(Arrived(request.request_id, request.token_ids.tolist(), most, place))
+
+    def _rank(self, request: Request) -> float:
+        """Who ranks lowest goes first, and is preempted last. FCFS: all rank the same, and queues keep their order.
+
+        With priorities a request ranks as if it had arrived `priority * priority_seconds` later. So waiting raises
+        everybody alike, the order of two requests never changes, and nobody starves: a request gives way to those of a
+        priority lower by n only if they arrive less than `n * priority_seconds` after it.
+        """
+        if self.config.scheduling_policy == "fcfs":
+            return 0.0
+        return request.metrics.arrival_time + request.priority * self.config.priority_seconds
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -124,10 +140,16 @@ class Scheduler:
             if self.connector:
                 output.kv_connector_metadata = self.connector.build_connector_meta(output)
             for request_id, num_new in output.num_scheduled_tokens.items():
-                self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+                request = self.requests[request_id]
+                request.num_computed_tokens += num_new  # S8: as if the step had already run
+                if request.spec_token_ids:
+                    num_drafts = max(0, request.num_computed_tokens - request.num_tokens)
+                    del request.spec_token_ids[num_drafts:]  # S2 has cut these
+                    output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids
             if self.trace is not ignore:
-                plan = output.num_scheduled_tokens.items()
-                self.trace(Planned([(i, self.requests[i].num_computed_tokens - n, n) for i, n in plan]))
+                planned = output.num_scheduled_tokens.items()
+                plan = [(i, self.requests[i].num_computed_tokens - n, n) for i, n in planned]
+                self.trace(Planned(plan, output.scheduled_spec_decode_tokens))
         except BaseException:
             self.take_back(output)
             raise
@@ -156,7 +178,7 @@ class Scheduler:
         self.trace(Stepped(taken_back=True))
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
+        """S2, S3. `running` may get shorter while we walk it (FCFS: at its end): that is preemption."""
         i = 0
         while (
             i < len(self.running)
@@ -168,13 +190,25 @@ class Scheduler:
             if num_new == 0:
                 continue
             while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
-                victim = self.running.pop()
-                self._preempt(victim, "S3 case B" if victim is request else "S3 case A", request.request_id)
+                victim = max(reversed(self.running), key=self._rank)  # FCFS: the last
+                at = self.running.index(victim)
+                del self.running[at]
+                i -= at < i
+                case = "S3 case B" if victim is request else "S3 case A"
+                if given_back := output.num_scheduled_tokens.pop(victim.request_id, 0):  # with priorities only
+                    case = "S3 case C"
+                    output.total_num_scheduled_tokens -= given_back
+                    cached = output.scheduled_cached_reqs
+                    output.scheduled_cached_reqs = [r for r in cached if r.request_id != victim.request_id]
+                    self.kv.uncache_blocks(victim, victim.num_computed_tokens)  # what this step was to compute
+                self._preempt(victim, case, request.request_id)
                 output.preempted_req_ids.add(victim.request_id)
-                if victim is request:  # case B: even without those behind it there is not enough
-                    return
-                # case A: a later request gave its blocks; try again
-            block_ids = [block.block_id for block in new_blocks] if new_blocks else []
+                if victim is request:  # case B: even without those who go after it there is not enough
+                    break
+                # cases A and C: somebody gave blocks; try again
+            if new_blocks is None:
+                continue
+            block_ids = [block.block_id for block in new_blocks]
             output.scheduled_cached_reqs.append(
                 CachedRequestData(request.request_id, block_ids, request.num_computed_tokens)
             )
@@ -190,7 +224,8 @@ class Scheduler:
                 budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
                 if budget == 0:
                     break
-                queue = self.skipped_waiting or self.waiting
+                queues = [queue for queue in (self.skipped_waiting, self.waiting) if queue]
+                queue = min(queues, key=lambda queue: self._rank(queue[0]))  # FCFS: skipped_waiting, if there is any
                 request = queue[0]
                 if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
                     step_skipped_waiting.append(queue.popleft())
@@ -254,13 +289,14 @@ class Scheduler:
 
     def _preempt(self, request: Request, rule: str = "", by: str = "") -> None:
         """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
-        request.num_computed_tokens = 0
+        request.num_computed_tokens, request.spec_token_ids = 0, []
         request.status = RequestStatus.PREEMPTED
-        self._trace_move(request, rule, by)
+        place = bisect_left(self.waiting, self._rank(request), key=self._rank)  # FCFS: the front
+        self._trace_move(request, rule, by, place)
         self.kv.free(request.request_id)
         request.metrics.num_preemptions += 1
         self._num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.insert(place, request)
 
     def _try_promote(self, request: Request) -> bool:
         """S5: has the data come? Then the request is WAITING again, with its blocks and computed tokens."""
@@ -314,19 +350,23 @@ class Scheduler:
         news: list[EngineCoreOutput] = []
         stopped: set[str] = set()
         now = time.monotonic()
-        self.trace(Sampled(output.sampled_token_ids))
-        for request_id, token_id in output.sampled_token_ids.items():
-            request = self.requests.get(request_id)
-            if request is None:
-                continue  # aborted since
-            request.token_ids.append(token_id)
-            self.kv.update_block_hashes(request)
+        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not aborted since
+        ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
+        self.trace(Sampled(sampled))
+        for request_id, status in ends.items():
+            request = self.requests[request_id]
             metrics = request.metrics
             metrics.last_token_time = now
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-            item = EngineCoreOutput(request_id, [token_id], metrics, output.logprobs.get(request_id))
-            status = self._check_stop(request, token_id)
+            if drafts := scheduler_output.scheduled_spec_decode_tokens.get(request_id):
+                num_accepted = len(output.sampled_token_ids[request_id]) - 1
+                metrics.num_draft_tokens += len(drafts)
+                metrics.num_accepted_tokens += num_accepted
+                self._num_drafts += len(drafts)
+                self._num_accepted += num_accepted
+            token_ids, logprobs = sampled[request_id], output.logprobs.get(request_id)
+            item = EngineCoreOutput(request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)])
             if status is not None:
                 request.status = status
                 item.finish_reason, item.stop_reason = status.value, request.stop_reason
@@ -339,6 +379,27 @@ class Scheduler:
             news += self._update_from_connector(output.kv_connector_output)
         self.trace(Stepped())
         return news
+
+    def _append_tokens(self, request: Request, sampled: dict[str, list[int]]) -> RequestStatus | None:
+        """Takes in what was sampled for a request, token by token. Returns how it ended, if it did: what comes after its
+        end leaves `sampled`. Then guesses what may come next.
+
+        Nothing is computed of the last token now. What was computed for drafts that were wrong does not count: the next
+        step starts before it, and writes over it.
+        """
+        status, token_ids = None, sampled[request.request_id]
+        for count, token_id in enumerate(token_ids, 1):
+            request.token_ids.append(token_id)
+            if (status := self._check_stop(request, token_id)) is not None:
+                sampled[request.request_id] = token_ids[:count]
+                break
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self.kv.update_block_hashes(request)
+        if self.config.speculative_ngram:
+            left = request.sampling_params.max_tokens - request.num_output_tokens
+            left = min(left, self.max_model_len - request.num_tokens) - 1  # if all are right there is one token more
+            request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
+        return status
 
     def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
         """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
@@ -397,9 +458,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- what others may look at
 
-    def _trace_move(self, request: Request, rule: str = "", by: str = "") -> None:
+    def _trace_move(self, request: Request, rule: str = "", by: str = "", place: int = 0) -> None:
         computed = request.num_computed_tokens, request.num_external_tokens
-        self.trace(Moved(request.request_id, request.status.value, *computed, rule, by))
+        self.trace(Moved(request.request_id, request.status.value, *computed, rule, by, place))
 
     def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
         self._num_queried += request.num_tokens
@@ -411,7 +472,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
         now = len(self.running), num_waiting, len(self.loading), len(self.reclaiming), self.kv.usage
-        return SchedulerStats(*now, self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled)
+        counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
+        return SchedulerStats(*now, *counts, self._num_drafts, self._num_accepted)
 
     def check_invariants(self) -> None:
         """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""

@@ -58,7 +58,8 @@ class EngineCore:
         ceiling = plan_num_blocks(config, model, dtype, self.device) * config.block_size
         self.model = load_model(self.model_path, dtype_name, self.device, min(max_model_len, ceiling))
 
-        peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
+        most_logits = config.max_num_seqs * (1 + config.speculative_ngram)
+        peak = profile_peak_memory(self.model, config.max_num_batched_tokens, most_logits, self.device)
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
         self.max_model_len = min(max_model_len, ceiling, num_blocks * config.block_size)  # what the pool can hold (S9)
         require(self.max_model_len > 1, "The KV cache holds one token, a request needs two; ask for more --num-blocks.")

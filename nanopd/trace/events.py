@@ -34,17 +34,18 @@ class RequestEvent(Event):
 
 
 class Arrived(RequestEvent):
-    """A new request, at the end of `waiting`."""
+    """A new request, at this place of `waiting`: its end, or with priorities somewhere else."""
 
     token_ids: list[int]
     max_tokens: int
+    place: int = 0
 
 
 class Moved(RequestEvent):
     """A request came into another status, and so into another queue:
 
     running                   from its queue to the end of `running` (S4)
-    preempted                 to the front of `waiting`: S3 case A or B; S8 when a step was taken back
+    preempted                 to the front of `waiting`, or to `place`: S3 case A, B or C; S8 when a step was taken back
     waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
     waiting                   promoted: the data is there (S5); or nothing will come, it is computed here (S10)
     stop, length, abort, error
@@ -55,6 +56,7 @@ class Moved(RequestEvent):
     num_external: int = 0  # of those, how many a connector brings or brought
     rule: str = ""
     by: str = ""  # whose want of blocks it was
+    place: int = 0
 
 
 class Allocated(RequestEvent):
@@ -100,15 +102,17 @@ class Skipped(Event):
 
 
 class Planned(Event):
-    """The plan of the step: id, first token and number of tokens of each request in it."""
+    """The plan of the step: id, first token and number of tokens of each request in it; and which of these are drafts."""
 
     scheduled: list[tuple[str, int, int]]
+    drafts: dict[str, list[int]] = {}
 
 
 class Sampled(Event):
-    """Request id -> token."""
+    """Request id -> tokens: one, and one more for each draft that was right. The last is not computed, and what was computed
+    behind it, of drafts that were wrong, does not count."""
 
-    token_ids: dict[str, int]
+    token_ids: dict[str, list[int]]
 
 
 class Stepped(Event):

@@ -1,5 +1,6 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
-late, pools that are too small. Peers write garbage wherever they may, at each step.
+late, pools that are too small, drafts of which some tokens are right, priorities. Peers write garbage wherever they
+may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -38,24 +39,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 24),
         block_size=st.sampled_from([1, 2, 4]),
         prefix_caching=st.booleans(),
-        budget=st.integers(1, 24),
-        threshold=st.sampled_from([0, 1, 3, 7]),
+        max_num_batched_tokens=st.integers(1, 24),
+        long_prefill_token_threshold=st.sampled_from([0, 1, 3, 7]),
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "fail"]),
         load_async=st.sampled_from([True, True, False]),
+        drafts=st.sampled_from([0, 1, 2, 5]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+        priority_seconds=st.sampled_from([0.001, 1e6]),
     )
-    def begin(self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async):
+    def begin(self, load_async, drafts, num_blocks, block_size, prefix_caching, policy, **options):
         self.connector = FakeConnector(block_size)
         self.connector.load_async = load_async
         self.scheduler = make_scheduler(
             num_blocks,
             block_size,
             prefix_caching,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=threshold,
-            max_num_seqs=max_num_seqs,
             connector=self.connector,
             kv_load_failure_policy=policy,
+            speculative_ngram=drafts,
+            **options,
         )
         self.driver = Driver(self.scheduler)
         self.count = 0
@@ -68,9 +71,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         remote=st.sampled_from([30, 30, 9, 1, 0, None]),  # most have something elsewhere, and many all of it
         send=st.booleans(),
         salt=st.sampled_from([None, None, "tenant"]),
+        priority=st.integers(-2, 2),
     )
-    def arrive(self, prompt, max_tokens, remote, send, salt):
+    def arrive(self, prompt, max_tokens, remote, send, salt, priority):
         request = make_request(f"r{self.count}", prompt, max_tokens, salt)
+        request.priority = priority
         self.count += 1
         self.connector.remote[request.request_id] = None if remote is None else min(remote, len(prompt))
         if send:
@@ -88,7 +93,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerMachine.steps += 1
             room_wanted = self.connector.room_wanted
             held = bool(self.scheduler.requests and self.scheduler.reclaiming)
-            tokens = {request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests}
+            tokens = {request_id: rng.choice((0, 1, 0, 1, 0, 1, EOS)) for request_id in self.scheduler.requests}
+            self.driver.right = rng.randrange(7)
             output = self.driver.step(tokens)
             if held and not output.num_scheduled_tokens and not output.preempted_req_ids:
                 assert self.connector.room_wanted > room_wanted, (
@@ -152,6 +158,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_invariants()
+            ranks = [*map(self.scheduler._rank, self.scheduler.waiting)]
+            assert ranks == sorted(ranks)
 
     def teardown(self):
         """Nothing more arrives, everything in flight ends: then all requests end and all blocks come back."""
