@@ -73,6 +73,8 @@ def _options(config: type[Any]) -> list[inspect.Parameter]:
         kind, default = hints[f.name], _DEFAULTS.get(f.name, f.default)
         if isinstance(default, tuple):
             kind, default = list.__class_getitem__(typing.get_args(kind)[:1]), list(default)
+        elif any(map(dataclasses.is_dataclass, typing.get_args(kind))):
+            kind = str | None  # its fields, as JSON
         option = typer.Option(*_NAMES.get(f.name, ()), help=f.metadata["help"])
         keyword = inspect.Parameter.KEYWORD_ONLY
         options.append(inspect.Parameter(f.name, keyword, default=default, annotation=Annotated[kind, option]))

@@ -9,7 +9,7 @@ waiting ones. A chunk of a long prompt, a decode (one token) and a prefix hit ar
                      ^                              '--> step_skipped_waiting --.
                      '----------------- end of the step -----------------------'
 
-It knows nothing about tensors, text or sockets. Rules S1-S11; lessons 04, 05 and 06.
+It knows nothing about tensors, text or sockets. Rules S1-S12; lessons 04, 05 and 06.
 """
 
 import time
@@ -29,11 +29,12 @@ from nanopd.core.output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from nanopd.request import Request, RequestStatus
+from nanopd.request import BLOCKED, Request, RequestStatus
 from nanopd.trace.events import Arrived, Moved, Planned, Sampled, Skipped, Stepped, ignore
 
 if TYPE_CHECKING:
     from nanopd.connector.base import KVConnectorScheduler
+    from nanopd.engine.structured_output import StructuredOutputManager
 
 
 class Scheduler:
@@ -45,6 +46,7 @@ class Scheduler:
         max_model_len: longest prompt + output; lowered to what the pool can hold, so that one request alone can
             always finish (rule S9).
         connector: asked for tokens that were computed elsewhere; None: nothing comes from elsewhere.
+        structured_outputs: compiles grammars and says which tokens they allow; None: no request may have one.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class Scheduler:
         kv: KVCacheManager,
         max_model_len: int,
         connector: "KVConnectorScheduler | None" = None,
+        structured_outputs: "StructuredOutputManager | None" = None,
     ) -> None:
         self.config = config
         self.kv, self.trace = kv, kv.trace
         self.max_model_len = min(max_model_len, len(kv.pool.blocks) * kv.block_size)
-        self.connector = connector
+        self.connector, self.structured_outputs = connector, structured_outputs
 
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []
@@ -65,6 +68,7 @@ class Scheduler:
         self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
         self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
+        self.compiling: set[str] = set()  # ids whose grammar is not ready (rule S12)
         self.reclaiming: set[str] = set()  # ended or given up, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
@@ -90,6 +94,12 @@ class Scheduler:
         self.waiting.append(request)
         if self.trace is not ignore:
             self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
+        if request.sampling_params.structured_outputs:
+            assert self.structured_outputs, "nobody compiles grammars here"
+            self.structured_outputs.start(request)
+            self.compiling.add(request.request_id)
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self._trace_move(request, "S12")
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -124,7 +134,10 @@ class Scheduler:
             if self.connector:
                 output.kv_connector_metadata = self.connector.build_connector_meta(output)
             for request_id, num_new in output.num_scheduled_tokens.items():
-                self.requests[request_id].num_computed_tokens += num_new  # S8: as if the step had already run
+                request = self.requests[request_id]
+                request.num_computed_tokens += num_new  # S8: as if the step had already run
+                if self.structured_outputs and request.num_computed_tokens == request.num_tokens:
+                    output.grammar_bitmask |= self.structured_outputs.bitmask(request)
             if self.trace is not ignore:
                 plan = output.num_scheduled_tokens.items()
                 self.trace(Planned([(i, self.requests[i].num_computed_tokens - n, n) for i, n in plan]))
@@ -192,7 +205,7 @@ class Scheduler:
                     break
                 queue = self.skipped_waiting or self.waiting
                 request = queue[0]
-                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
+                if request.status in BLOCKED and not self._try_promote(request):
                     step_skipped_waiting.append(queue.popleft())
                     continue
 
@@ -263,7 +276,14 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _try_promote(self, request: Request) -> bool:
-        """S5: has the data come? Then the request is WAITING again, with its blocks and computed tokens."""
+        """Is what it waits for here? Its grammar (S12), or its data: then it is WAITING, with its blocks and computed
+        tokens (S5)."""
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            if request.request_id in self.compiling:
+                return False
+            request.status = RequestStatus.WAITING
+            self._trace_move(request, "S12")
+            return True
         if request.request_id not in self.finished_recving_kv_req_ids:
             return False
         self.finished_recving_kv_req_ids.remove(request.request_id)
@@ -297,7 +317,7 @@ class Scheduler:
         """
         if self.reclaiming and self.connector:
             self.connector.make_room()
-        if self.loading or self.reclaiming or lookups_pending:
+        if self.loading or self.reclaiming or self.compiling or lookups_pending:
             return
         for request in reversed([*self.skipped_waiting, *self.waiting]):
             if request.request_id in self.kv.tables:
@@ -315,10 +335,14 @@ class Scheduler:
         stopped: set[str] = set()
         now = time.monotonic()
         self.trace(Sampled(output.sampled_token_ids))
+        if self.structured_outputs:
+            for request_id, error in self.structured_outputs.get_finished().items():
+                self.compiling.discard(request_id)
+                news += self._fail(request_id, error) if error else []
         for request_id, token_id in output.sampled_token_ids.items():
             request = self.requests.get(request_id)
             if request is None:
-                continue  # aborted since
+                continue  # ended since
             request.token_ids.append(token_id)
             self.kv.update_block_hashes(request)
             metrics = request.metrics
@@ -343,7 +367,9 @@ class Scheduler:
     def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
         """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
         params = request.sampling_params
-        if token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens:
+        # With a grammar, an EOS so early has passed the sampler because nothing else was allowed (S12).
+        ended = params.structured_outputs and token_id in request.eos_token_ids
+        if ended or (token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens):
             request.stop_reason = None if token_id in request.eos_token_ids else token_id
             return RequestStatus.FINISHED_STOPPED
         if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
@@ -366,14 +392,18 @@ class Scheduler:
                 elif self.config.kv_load_failure_policy == "recompute":
                     self._forget_external_tokens(request)
                 else:
-                    request.stop_reason = "its KV cache could not be loaded from the remote engine"
-                    self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
-                    reason = RequestStatus.FINISHED_ERROR.value, request.stop_reason
-                    news.append(EngineCoreOutput(request_id, [], request.metrics, None, *reason))
+                    news += self._fail(request_id, "its KV cache could not be loaded from the remote engine")
             elif request_id in self.reclaiming and request_id not in output.given_up:
                 self.reclaiming.remove(request_id)
                 self.kv.free(reclaimed(request_id))
         return news
+
+    def _fail(self, request_id: str, why: str) -> list[EngineCoreOutput]:
+        """Ends one request with an error that its client sees."""
+        request, status = self.requests[request_id], RequestStatus.FINISHED_ERROR
+        request.stop_reason = why
+        self.finish_requests([request_id], status)
+        return [EngineCoreOutput(request_id, [], request.metrics, None, status.value, why)]
 
     def _release(self, request: Request) -> dict[str, object] | None:
         """Forgets an ended request and frees its blocks, unless a peer may still touch them (rule P4)."""
@@ -388,6 +418,9 @@ class Scheduler:
             delay_free = delay_free and request_id in self.kv.tables
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
+        self.compiling.discard(request_id)
+        if self.structured_outputs:
+            self.structured_outputs.forget(request_id)
         if delay_free or still_loading:
             self.kv.quarantine(request_id)
             self.reclaiming.add(request_id)
@@ -410,7 +443,14 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        now = len(self.running), num_waiting, len(self.loading), len(self.reclaiming), self.kv.usage
+        now = (
+            len(self.running),
+            num_waiting,
+            len(self.loading),
+            len(self.compiling),
+            len(self.reclaiming),
+            self.kv.usage,
+        )
         return SchedulerStats(*now, self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled)
 
     def check_invariants(self) -> None:
@@ -423,6 +463,8 @@ class Scheduler:
         assert not any(r.status is RequestStatus.RUNNING or r.status.is_finished for r in waiting), f"{waiting}"
         remote = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         assert remote == self.loading | self.finished_recving_kv_req_ids
+        blocked = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
+        assert self.compiling <= blocked, f"compiling {self.compiling}, blocked {blocked}"
         if not self.requests and not self.reclaiming:
             assert self.kv.pool.num_free_blocks == len(self.kv.pool.blocks), (
                 "nothing is unfinished, yet blocks are held"

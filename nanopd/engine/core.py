@@ -16,6 +16,7 @@ from nanopd.config import EngineConfig, KVTransferConfig, UserError
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
+from nanopd.engine.structured_output import StructuredOutputManager
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.trace.file import FileTracer, Header
@@ -74,7 +75,9 @@ class EngineCore:
 
             scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
         self.connector = worker_half
-        self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), scheduler_half)
+        self.structured_outputs = StructuredOutputManager(self.model_path, model.vocab_size, model.eos_token_ids)
+        collaborators = scheduler_half, self.structured_outputs
+        self.scheduler = Scheduler(config, kv, min(max_model_len, ceiling), *collaborators)
         self.max_model_len = self.scheduler.max_model_len
         if self.max_model_len < 2:
             raise UserError("The KV cache holds a single token, and a request needs two; ask for more --num-blocks.")
@@ -127,6 +130,7 @@ class EngineCore:
         return self.scheduler.stats(), self.connector.stats() if self.connector else None
 
     def close(self) -> None:
-        """Lets go of what other processes see of this engine."""
+        """Lets go of what other processes see of this engine, and of its threads."""
+        self.structured_outputs.close()
         if self.connector:
             self.connector.close()

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from nanopd.core.output import SchedulerStats, TransferStats
 from nanopd.engine.llm import RequestOutput
 
-_STATES = ("running", "waiting", "loading", "reclaiming")
+_STATES = ("running", "waiting", "loading", "compiling", "reclaiming")
 _COUNTS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 _TIMES = {"time_to_first_token": "time_to_first_token", "inter_token_latency": "inter_token_latency"}
 _TIMES |= {"e2e_request_latency": "e2e_latency"}  # by name: what RequestMetrics calls it
@@ -25,7 +25,7 @@ class Metrics(Collector):
     """`scheduler` and `transfer` are the engine core's latest stats."""
 
     def __init__(self) -> None:
-        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
+        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._ended = Counter("nanopd:requests", "Completions that have ended.", ["finish_reason"], registry=registry)

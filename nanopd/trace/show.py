@@ -45,7 +45,7 @@ def why(header: Header, events: Sequence[Event], state: State) -> tuple[dict[str
             case Sampled(token_ids):
                 got |= {i: f"{what} S2 cut" for i, what in got.items() if what[0] == "+" and i not in token_ids}
             case Skipped(request_ids):
-                got |= dict.fromkeys(request_ids, "S5 not there yet")
+                got |= dict.fromkeys(request_ids, "S6 not ready yet")
             case Refused(i):
                 others = f"S4 no blocks for {i}"
             case Moved(i, status, rule=rule) if rule:

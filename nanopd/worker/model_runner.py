@@ -146,7 +146,8 @@ class ModelRunner:
             hidden_states = self._model_forward(input_ids, positions, execution)
             sample_hidden_states = hidden_states[logits_indices]
             if len(inputs.sampled):
-                output = self._sample(self.model.compute_logits(sample_hidden_states), inputs)
+                logits = self.model.compute_logits(sample_hidden_states)
+                output = self._sample(logits, inputs, scheduler_output.grammar_bitmask)
         if self.connector:
             output.kv_connector_output = self.connector.get_finished()
         return output
@@ -254,13 +255,14 @@ class ModelRunner:
             return hidden_states
         return self.model(input_ids, positions, self.context.attend)
 
-    def _sample(self, logits: Tensor, inputs: StepInputs) -> ModelRunnerOutput:
+    def _sample(self, logits: Tensor, inputs: StepInputs, grammar_bitmask: dict[str, list[bytes]]) -> ModelRunnerOutput:
         """Chooses tokens from logits [S, vocab_size], and writes them into the tables for the next step to find."""
         rows, request_ids = inputs.rows[inputs.sampled], [inputs.request_ids[i] for i in inputs.sampled]
         sampling_rows = []
         for row, r in zip(rows, map(self.requests.__getitem__, request_ids)):
             tokens = self.token_ids[row, : self.num_tokens[row]]
-            sampling_rows.append(SamplingRow(r.sampling_params, tokens, r.num_prompt_tokens, r.stop_token_ids))
+            allowed = next(iter(grammar_bitmask.get(r.request_id, ())), None)
+            sampling_rows.append(SamplingRow(r.sampling_params, tokens, r.num_prompt_tokens, r.stop_token_ids, allowed))
         token_ids, logprobs = sample(logits, sampling_rows)
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
