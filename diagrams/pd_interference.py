@@ -58,7 +58,7 @@ def steps(count: int, chunk: int = 0, comes_in: int | None = None) -> list[int]:
         plan = scheduler.schedule()
         caught_up = [i for i in plan.num_scheduled_tokens if requests[i].num_computed_tokens == requests[i].num_tokens]
         news = KVConnectorOutput(finished_recving={"long"}) if step == comes_in else None
-        scheduler.update_from_output(plan, ModelRunnerOutput(dict.fromkeys(caught_up, 7), {}, news))
+        scheduler.update_from_output(plan, ModelRunnerOutput({i: [7] for i in caught_up}, {}, news))
         sizes.append(plan.total_num_scheduled_tokens)
     return sizes[1:]
 

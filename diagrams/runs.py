@@ -57,7 +57,7 @@ class Run:
         caught_up = [
             i for i in plan.num_scheduled_tokens if self.requests[i].num_computed_tokens == self.requests[i].num_tokens
         ]
-        self.scheduler.update_from_output(plan, ModelRunnerOutput(dict.fromkeys(caught_up, 7)))
+        self.scheduler.update_from_output(plan, ModelRunnerOutput({i: [7] for i in caught_up}))
         self.scheduler.check_invariants()
         return plan
 

@@ -182,7 +182,7 @@ class Replica:
         assert self.plan
         plan, self.plan, requests = self.plan, None, self.scheduler.requests
         caught_up = (requests[i] for i in plan.num_scheduled_tokens if i in requests)
-        sampled = {r.request_id: 7 + r.num_tokens for r in caught_up if r.num_computed_tokens == r.num_tokens}
+        sampled = {r.request_id: [7 + r.num_tokens] for r in caught_up if r.num_computed_tokens == r.num_tokens}
         news = self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
         return [(item.request_id, item.finish_reason is not None) for item in news]
 

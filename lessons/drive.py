@@ -57,7 +57,8 @@ def finish_step(
     """What the worker would answer to a plan: a token for each request whose tokens are all computed by it.
 
     Args:
-        tokens: what is sampled for whom; the others get a token that depends on how many tokens they have.
+        tokens: what is sampled for whom; the others get a token that depends on how many tokens they have. Drafts are never
+            right here.
         transfers: what the connector's worker half would report with this step.
 
     Returns:
@@ -66,9 +67,10 @@ def finish_step(
     sampled = {}
     for request_id in plan.num_scheduled_tokens:
         r = scheduler.requests[request_id]
-        if r.num_computed_tokens == r.num_tokens:
+        if r.num_computed_tokens >= r.num_tokens:
             sampled[request_id] = (tokens or {}).get(request_id, _FIRST_MADE_UP + r.num_tokens)
-    scheduler.update_from_output(plan, ModelRunnerOutput(sampled, {}, transfers))
+    answer = ModelRunnerOutput({i: [token] for i, token in sampled.items()}, {}, transfers)
+    scheduler.update_from_output(plan, answer)
     scheduler.check_invariants()
     return sampled
 

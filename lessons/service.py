@@ -85,9 +85,9 @@ def observe(scheduler: Scheduler, step: Callable[[], Any], jobs: Sequence[Job], 
         note(now, events[planned + 1 :])
         for event in events:
             if isinstance(event, Sampled):
-                for name, token in event.token_ids.items():
-                    run.came[name].append(now)
-                    run.tokens[name].append(token)
+                for name, tokens in event.token_ids.items():
+                    run.came[name] += [now] * len(tokens)
+                    run.tokens[name] += tokens
         events.clear()
         run.steps += 1
         run.most_waiting = max(run.most_waiting, scheduler.stats().num_waiting)

@@ -87,6 +87,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = opt(
         0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
     )
+    speculative_ngram: int = opt(0, "Most draft tokens a step, looked up in a request's own text; 0: none.", 0, 64)
     enable_prefix_caching: bool = opt(True, "Reuse the blocks of equal prefixes.")
     kv_layout: str | None = opt(
         None, "kv_first, blocks_first or cross_layer; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS

@@ -60,6 +60,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache or a connector saved, at the first scheduling
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # that were verified; `num_accepted_tokens` of them were right
+    num_accepted_tokens: int = 0
     history: list[tuple[float, str]] = field(default_factory=list)  # when it came into which status
     transfer: dict[str, int | float] | None = (
         None  # what it took to bring its KV blocks here, see connector/protocol.py
@@ -80,6 +82,8 @@ class RequestMetrics:
             "e2e_latency": since(self.arrival_time, self.last_token_time),
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
             "history": [(round(at - self.arrival_time, 6), status) for at, status in self.history],
             "transfer": self.transfer,
         }
@@ -116,6 +120,7 @@ class Request:
         self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
         self.num_prompt_tokens = len(self.token_ids)
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
+        self.spec_token_ids: list[int] = []  # a draft: tokens that may come next, for the next step to verify
         self.num_computed_tokens = 0
         self.num_external_tokens = 0  # of those, how many a connector brings or brought
         self.ask_connector = True  # False after a load failed or was given up: then computed here (rule S10)
@@ -145,7 +150,7 @@ class Request:
     @property
     def num_tokens_with_spec(self) -> int:
         """Prompt + output + draft tokens: what `num_computed_tokens` has to catch up with (rule S1)."""
-        return len(self.token_ids)
+        return len(self.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

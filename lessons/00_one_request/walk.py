@@ -118,8 +118,8 @@ assert request.num_computed_tokens == request.num_tokens == len(prompt_ids)
 # %%
 output = core.runner.execute_model(plan)
 assert list(output.sampled_token_ids) == ["A"]
-first = output.sampled_token_ids["A"]
-top = output.logprobs["A"].top
+[first] = output.sampled_token_ids["A"]
+top = output.logprobs["A"][0].top
 show.table(
     "the best three", ("token id", "text", "log-probability"), [(t, repr(tokenizer.decode([t])), p) for t, p in top]
 )
@@ -264,7 +264,7 @@ core.add_request(Request("A", prompt_ids, params))
 plan = core.scheduler.schedule()
 assert plan.finished_req_ids == {"A"} and [new.request_id for new in plan.scheduled_new_reqs] == ["A"]
 output = core.runner.execute_model(plan)
-assert output.sampled_token_ids == {"A": first}, "a new life, and the same token"
+assert output.sampled_token_ids == {"A": [first]}, "a new life, and the same token"
 core.scheduler.update_from_output(plan, output)
 core.abort_requests(["A"])
 

@@ -127,7 +127,7 @@ def test_real_engine(student: ModuleType, random: Random) -> Any:
         self.positions.array[: query_lens.sum()] = made.positions
         self.logits_indices.array[: len(sampled)] = made.logits_indices
         shapes.append([len(ids), int(query_lens.sum()), len(sampled)])
-        return StepInputs(ids, rows, query_lens, np.asarray(made.seq_lens), sampled)
+        return StepInputs(ids, rows, query_lens, np.asarray(made.seq_lens), sampled, sampled * 0)
 
     def build_attention_metadata(self: ModelRunner, inputs: StepInputs, execution: BatchExecution) -> AttentionMetadata:
         metadata = build(self, inputs, execution)

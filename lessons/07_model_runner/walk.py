@@ -114,7 +114,7 @@ assert execution == BatchExecution(use_graph=False, num_tokens=14)
 # %%
 runner.graphs = dict.fromkeys((1, 2, 4, 8))
 ones, three = np.ones(3, dtype=np.int64), np.arange(3)
-decodes = StepInputs(["D", "L", "C"], three, ones, inputs.seq_lens, three)
+decodes = StepInputs(["D", "L", "C"], three, ones, inputs.seq_lens, three, np.zeros(3, dtype=np.int64))
 padded = runner._determine_batch_execution_and_padding(decodes)
 assert padded == BatchExecution(use_graph=True, num_tokens=4)
 metadata = runner._build_attention_metadata(decodes, padded)
@@ -202,7 +202,7 @@ with torch.inference_mode():
     logits = core.model.compute_logits(sample_hidden_states)
     output = runner._sample(logits.clone(), inputs)
 assert sample_hidden_states.shape == (2, 64) and logits.shape == (2, 300)
-assert output.sampled_token_ids == dict(zip("DL", logits.argmax(dim=-1).tolist()))
+assert output.sampled_token_ids == dict(zip("DL", logits.argmax(dim=-1, keepdim=True).tolist()))
 assert [int(runner.num_tokens[runner.rows[name]]) for name in "DLC"] == [10, 11, 20]
 scheduler.update_from_output(plan, output)
 
@@ -234,7 +234,7 @@ assert seats == 64 and vocabulary * seats * 4 == 12 * 2**20
 # too small, so that somebody is preempted; and with the prefix cache full.
 
 # %%
-tokens = {"D": [first_of_d, output.sampled_token_ids["D"]], "L": [output.sampled_token_ids["L"]], "C": []}
+tokens = {"D": [first_of_d, *output.sampled_token_ids["D"]], "L": output.sampled_token_ids["L"], "C": []}
 while core.has_unfinished_requests():
     for item in core.step():
         tokens[item.request_id] += item.new_token_ids
@@ -292,7 +292,8 @@ assert [0, *ends.tolist()] == [0, 5, 6, 9] and (ends - 1)[catches_up].tolist() =
 assert [7, 2, 5][9 // 4] * 4 + 9 % 4 == 21
 
 runner.graphs = dict.fromkeys((1, 2, 4, 8))
-five = StepInputs([], np.arange(5), np.ones(5, dtype=np.int64), np.ones(5, dtype=np.int64), np.arange(5))
+ones, rows = np.ones(5, dtype=np.int64), np.arange(5)
+five = StepInputs([], rows, ones, ones, rows, rows * 0)
 assert runner._determine_batch_execution_and_padding(five) == BatchExecution(True, 8)
 out = torch.zeros(8, dtype=torch.int64)
 metadata = runner._build_attention_metadata(five, BatchExecution(True, 8))

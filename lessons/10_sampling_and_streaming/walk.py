@@ -5,6 +5,7 @@
 
 # %%
 import tempfile
+from array import array
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 
 from nanopd import LLM
 from nanopd.config import SamplingParams
+from nanopd.core.ngram import propose
 from nanopd.engine.detokenizer import Detokenizer
 from nanopd.models.default import default_model_path
 from nanopd.models.tokenizer import load_tokenizer
+from nanopd.request import Request
 from nanopd.serve.api import Answer, Body
-from nanopd.worker.sampler import SamplingRow, sample, uniform
+from nanopd.worker.sampler import SamplingRow, sample, uniform, verify
 from nanopd_lessons import drive, show
 
 scratch = tempfile.TemporaryDirectory()
@@ -150,6 +153,84 @@ assert llm.core.scheduler.requests["no seed"].sampling_params.seed is not None, 
 llm.abort_requests(["no seed"])
 assert not llm.core.has_unfinished_requests(), "P5: a client that goes takes its request with it"
 assert len(set(map(tuple, answers[0]))) == 8, "one seed, but eight prompts: eight answers"
+
+# %% [markdown]
+# ## Guessing ahead
+# The drafter knows no model. It looks for what followed the last time. A token is a byte here.
+
+
+# %%
+def guess(text: str, most: int = 4) -> str:
+    return bytes(propose(array("q", list(text.encode())), most)).decode()
+
+
+assert guess("the cat sat on the mat. Then the cat") == " sat"
+assert guess("la la la ", 6) == "la la ", "a copy that reaches the end goes on with itself"
+assert guess("something new") == ""
+
+# %% [markdown]
+# Every position is sampled as if the draft before it were true, and samples hold up to the first that differs. Let the
+# draft be token 1, whose probability is 0.3, for 2,000 seeds. (The second sample, of the position behind it, is made up.)
+
+# %%
+plain, _ = sample(LOGITS.repeat(2000, 1), [row(seed) for seed in range(2000)])
+held = [verify([token, 0], [1]) for token in plain]
+accepted = sum(len(tokens) == 2 for tokens in held) / 2000
+instead = Counter(tokens[0] for tokens in held if len(tokens) == 1)
+show.say(f"  accepted: {accepted:.2f}; where not, token 0 in {instead[0] / instead.total():.2f} of the cases")
+assert abs(accepted - SHARES[1]) < 0.03 and 1 not in instead
+assert abs(instead[0] / instead.total() - SHARES[0] / (1 - SHARES[1])) < 0.03 and round(0.4 / 0.7, 2) == 0.57
+assert [tokens[0] for tokens in held] == plain, "the tokens of a seed are the same"
+
+# %% [markdown]
+# The real engine, step by step; we play the drafter. The request has 9 tokens, one of them sampled. First, what it will say.
+
+# %%
+options = {"model": str(path), "num_blocks": 64, "block_size": 4, "max_model_len": 64, "attention_backend": "cpu"}
+greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+answer = LLM(**options).generate([prompts[0][:8]], greedy)[0].outputs[0].token_ids
+right, wrong = answer[1:4], [(token + 1) % 300 for token in answer[1:4]]
+rows = []
+for draft in (right, [*right[:2], wrong[2]], wrong):
+    core = LLM(speculative_ngram=3, **options).core
+    request = Request("A", prompts[0][:8], greedy)
+    core.add_request(request)
+    core.step()
+    assert (request.num_tokens, request.num_computed_tokens) == (9, 8)
+    request.spec_token_ids = list(draft)
+    plan = core.scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"A": 4} and plan.scheduled_spec_decode_tokens == {"A": draft}, "S1"
+    planned = request.num_computed_tokens
+    hashed = [block.block_hash is not None for block in core.scheduler.kv.tables["A"]]
+    assert planned == 12 and hashed == [True, True, False], "K9: block 2 is full, but of guesses"
+    output = core.runner.execute_model(plan)
+    (news,) = core.scheduler.update_from_output(plan, output)
+    rows.append((len(draft), len(news.new_token_ids) - 1, planned, request.num_computed_tokens, request.num_tokens))
+    assert [answer[0], *news.new_token_ids] == answer[: 1 + len(news.new_token_ids)], (
+        "what came is what would have come"
+    )
+    while core.has_unfinished_requests():  # and the wrong K and V disturb nobody
+        core.step()
+    assert request.token_ids[8:].tolist() == answer
+show.table("drafts", ("drafted", "right", "computed by the plan", "after it", "tokens"), rows)
+assert rows == [(3, 3, 12, 12, 13), (3, 2, 12, 11, 12), (3, 0, 12, 9, 10)]
+
+# %% [markdown]
+# Penalties make this model repeat itself. Then its own drafter has something to find, and the same tokens take fewer steps.
+
+# %%
+stuck, counts, texts = replace(wish, max_tokens=40, repetition_penalty=0.05), [], []
+for ngram in (0, 4):
+    llm = LLM(speculative_ngram=ngram, **options)
+    output, num_steps = llm.add_request(prompts[0], stuck), 0
+    while not output.finished:
+        llm.step()
+        num_steps += 1
+    counts.append((num_steps, output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens))
+    texts.append(output.outputs[0].token_ids)
+assert texts[0] == texts[1], "temperature 0.9, and the same tokens"
+show.table("40 tokens", ("steps", "drafted", "accepted"), counts)
+assert counts[0] == (40, 0, 0) and counts[1][0] == 40 - counts[1][2] < 40
 
 # %% [markdown]
 # ## Log-probabilities

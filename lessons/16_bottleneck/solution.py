@@ -15,8 +15,8 @@ def token_times(lines: Sequence[Line]) -> dict[str, list[float]]:
         if isinstance(line.event, Arrived):
             times[line.event.request_id] = [line.time]
         if isinstance(line.event, Sampled):
-            for request_id in line.event.token_ids:
-                times[request_id].append(line.time)
+            for request_id, token_ids in line.event.token_ids.items():
+                times[request_id] += [line.time] * len(token_ids)
     return times
 
 

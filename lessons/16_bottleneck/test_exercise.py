@@ -86,7 +86,7 @@ def test_recomputed(student: ModuleType, random: Random) -> Any:
 def test_hit_rate(student: ModuleType, random: Random) -> Any:
     """The hit rate counts each request once"""
     runs = {"shared": plan_only(chat(random)), "essays": plan_only(essays(random), num_blocks=random.randint(100, 120))}
-    by_hand = [Arrived("a", [1] * 20, 5), Arrived("b", [2] * 30, 5), Moved("a", "running", 16), Sampled({"a": 1})]
+    by_hand = [Arrived("a", [1] * 20, 5), Arrived("b", [2] * 30, 5), Moved("a", "running", 16), Sampled({"a": [1]})]
     by_hand += [Moved("a", "preempted"), Moved("a", "running", 16)]
     found = {name: student.hit_rate(run.lines) for name, run in runs.items()}
     return found | {"by hand": student.hit_rate([Line(float(i), i, e) for i, e in enumerate(by_hand)])}

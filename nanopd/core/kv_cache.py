@@ -112,7 +112,7 @@ class KVCacheManager:
 
         Args:
             num_computed_tokens: tokens that are, or will be, there without computing them in this step.
-            num_new_tokens: tokens to compute in this step.
+            num_new_tokens: tokens to compute in this step, drafts included.
             hits: what `get_computed_blocks` found; only for a request that holds nothing yet.
             delay_caching: True while remote data has still to arrive (rule K8): nothing enters the hash table.
 
@@ -137,7 +137,7 @@ class KVCacheManager:
         else:
             new = []
         if not delay_caching:
-            self.cache_blocks(request, num_tokens)
+            self.cache_blocks(request, min(num_tokens, request.num_tokens))  # without drafts (rule K9)
         return new
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:

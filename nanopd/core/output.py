@@ -47,10 +47,11 @@ class SchedulerOutput:
     scheduled_cached_reqs: list[CachedRequestData] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # drafts, among those scheduled
     num_common_prefix_blocks: int = 0
     grammar_bitmask: dict[str, list[bytes]] = field(
         default_factory=dict
-    )  # whose grammar allows which tokens next (S12)
+    )  # what grammars allow: next, and after each draft (S12)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     lost_req_ids: set[str] = field(default_factory=set)  # alive, but the worker must forget them: see `take_back`
@@ -87,10 +88,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What the worker answers. A request whose tokens have not all caught up has no sampled token."""
+    """What the worker answers. A request whose tokens have not all caught up has no sampled token; others have one, and
+    one more for each draft token that was right."""
 
-    sampled_token_ids: dict[str, int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
 
 
@@ -101,7 +103,7 @@ class EngineCoreOutput:
     request_id: str
     new_token_ids: list[int]
     metrics: RequestMetrics
-    logprobs: TokenLogprobs | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of each new token
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -121,6 +123,8 @@ class SchedulerStats:
     prefix_cache_queries: int  # tokens looked up in the prefix cache
     prefix_cache_hits: int  # tokens found there
     num_scheduled_tokens: int
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from nanopd.config import EngineConfig, UserError
 from nanopd.core.block_pool import KVCacheBlock
 from nanopd.core.kv_cache import KVCacheManager, reclaimed
+from nanopd.core.ngram import propose
 from nanopd.core.output import (
     CachedRequestData,
     EngineCoreOutput,
@@ -73,6 +74,7 @@ class Scheduler:
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
+        self._num_drafts = self._num_accepted = 0
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -136,11 +138,16 @@ class Scheduler:
             for request_id, num_new in output.num_scheduled_tokens.items():
                 request = self.requests[request_id]
                 request.num_computed_tokens += num_new  # S8: as if the step had already run
-                if self.structured_outputs and request.num_computed_tokens == request.num_tokens:
+                if request.spec_token_ids:
+                    num_drafts = max(0, request.num_computed_tokens - request.num_tokens)
+                    del request.spec_token_ids[num_drafts:]  # S2 has cut these
+                    output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids
+                if self.structured_outputs and request.num_computed_tokens >= request.num_tokens:
                     output.grammar_bitmask |= self.structured_outputs.bitmask(request)
             if self.trace is not ignore:
-                plan = output.num_scheduled_tokens.items()
-                self.trace(Planned([(i, self.requests[i].num_computed_tokens - n, n) for i, n in plan]))
+                planned = output.num_scheduled_tokens.items()
+                plan = [(i, self.requests[i].num_computed_tokens - n, n) for i, n in planned]
+                self.trace(Planned(plan, output.scheduled_spec_decode_tokens))
         except BaseException:
             self.take_back(output)
             raise
@@ -267,7 +274,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, rule: str = "", by: str = "") -> None:
         """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
-        request.num_computed_tokens = 0
+        request.num_computed_tokens, request.spec_token_ids = 0, []
         request.status = RequestStatus.PREEMPTED
         self._trace_move(request, rule, by)
         self.kv.free(request.request_id)
@@ -334,23 +341,27 @@ class Scheduler:
         news: list[EngineCoreOutput] = []
         stopped: set[str] = set()
         now = time.monotonic()
-        self.trace(Sampled(output.sampled_token_ids))
         if self.structured_outputs:
             for request_id, error in self.structured_outputs.get_finished().items():
                 self.compiling.discard(request_id)
                 news += self._fail(request_id, error) if error else []
-        for request_id, token_id in output.sampled_token_ids.items():
-            request = self.requests.get(request_id)
-            if request is None:
-                continue  # ended since
-            request.token_ids.append(token_id)
-            self.kv.update_block_hashes(request)
+        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not ended since
+        ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
+        self.trace(Sampled(sampled))
+        for request_id, status in ends.items():
+            request = self.requests[request_id]
             metrics = request.metrics
             metrics.last_token_time = now
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-            item = EngineCoreOutput(request_id, [token_id], metrics, output.logprobs.get(request_id))
-            status = self._check_stop(request, token_id)
+            if drafts := scheduler_output.scheduled_spec_decode_tokens.get(request_id):
+                num_accepted = len(output.sampled_token_ids[request_id]) - 1
+                metrics.num_draft_tokens += len(drafts)
+                metrics.num_accepted_tokens += num_accepted
+                self._num_drafts += len(drafts)
+                self._num_accepted += num_accepted
+            token_ids, logprobs = sampled[request_id], output.logprobs.get(request_id)
+            item = EngineCoreOutput(request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)])
             if status is not None:
                 request.status = status
                 item.finish_reason, item.stop_reason = status.value, request.stop_reason
@@ -363,6 +374,27 @@ class Scheduler:
             news += self._update_from_connector(output.kv_connector_output)
         self.trace(Stepped())
         return news
+
+    def _append_tokens(self, request: Request, sampled: dict[str, list[int]]) -> RequestStatus | None:
+        """Takes in what was sampled for a request, token by token. Returns how it ended, if it did: what comes after its
+        end leaves `sampled`. Then guesses what may come next.
+
+        Nothing is computed of the last token now. What was computed for drafts that were wrong does not count: the next
+        step starts before it, and writes over it.
+        """
+        status, token_ids = None, sampled[request.request_id]
+        for count, token_id in enumerate(token_ids, 1):
+            request.token_ids.append(token_id)
+            if (status := self._check_stop(request, token_id)) is not None:
+                sampled[request.request_id] = token_ids[:count]
+                break
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self.kv.update_block_hashes(request)
+        if self.config.speculative_ngram:
+            left = request.sampling_params.max_tokens - request.num_output_tokens
+            left = min(left, self.max_model_len - request.num_tokens) - 1  # if all are right there is one token more
+            request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
+        return status
 
     def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
         """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
@@ -443,15 +475,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        now = (
-            len(self.running),
-            num_waiting,
-            len(self.loading),
-            len(self.compiling),
-            len(self.reclaiming),
-            self.kv.usage,
-        )
-        return SchedulerStats(*now, self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled)
+        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming)
+        counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
+        drafts = self._num_drafts, self._num_accepted
+        return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *drafts)
 
     def check_invariants(self) -> None:
         """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""

@@ -60,7 +60,8 @@ class EngineCore:
         ceiling = plan_num_blocks(config, model, dtype, self.device) * config.block_size
         self.model = load_model(self.model_path, dtype_name, self.device, min(max_model_len, ceiling))
 
-        peak = profile_peak_memory(self.model, config.max_num_batched_tokens, config.max_num_seqs, self.device)
+        most_logits = config.max_num_seqs * (1 + config.speculative_ngram)
+        peak = profile_peak_memory(self.model, config.max_num_batched_tokens, most_logits, self.device)
         num_blocks = plan_num_blocks(config, model, dtype, self.device, reserved=peak)
         layout = config.kv_layout or ("cross_layer" if kv_transfer.role else "kv_first")
         kv_cache = KVCache.allocate(model, num_blocks, config.block_size, layout, dtype, self.device)

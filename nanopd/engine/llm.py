@@ -189,16 +189,22 @@ class Frontend:
     def _take_in(self, running: _Running, news: EngineCoreOutput) -> None:
         """Adds what is new to a completion; a stop string in its text ends it."""
         completion, token_ids = running.completion, news.new_token_ids
-        completion.token_ids += token_ids
         completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
         if completion.index == 0:
             running.output.metrics, running.output.kv_transfer_params = news.metrics, news.kv_transfer_params
-        visible = token_ids[:-1] if news.finish_reason == "stop" else token_ids  # a stop token is not part of the text
-        stop = running.detokenizer.append(visible, finished=news.finish_reason is not None)
+        pieces = [[token_id] for token_id in token_ids] or [[]]
+        if news.finish_reason == "stop":
+            pieces[-1] = []  # a stop token is not part of the text
+        for count, piece in enumerate(pieces, 1):  # one by one: nothing comes after a stop string
+            finished = news.finish_reason is not None and count == len(pieces)
+            if (stop := running.detokenizer.append(piece, finished)) is not None:
+                break
         completion.text = running.detokenizer.text
+        completion.token_ids += token_ids[:count]
         if news.logprobs is not None and completion.logprobs is not None:
-            completion.logprobs.append(self._describe(token_ids[-1], news.logprobs))
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + news.logprobs.logprob
+            for token_id, logprobs in zip(token_ids[:count], news.logprobs):
+                completion.logprobs.append(self._describe(token_id, logprobs))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + logprobs.logprob
         if stop is not None:
             completion.finish_reason, completion.stop_reason = "stop", stop
 

@@ -62,7 +62,8 @@ class StructuredOutputManager:
         return finished
 
     def bitmask(self, request: Request) -> dict[str, list[bytes]]:
-        """By request id: which tokens may come next. Empty without a grammar, or when its matcher fails.
+        """By request id: which tokens may come next, and then after each draft. Empty without a grammar, or when its matcher
+        fails.
 
         First the matcher sees what the output has got since it was last asked. So nothing has to be undone after a
         preemption, or after a step that was taken back.
@@ -73,11 +74,18 @@ class StructuredOutputManager:
         new = request.token_ids[request.num_prompt_tokens + self._num_seen[request.request_id] :]
         matcher.consume_tokens(new.tolist())
         self._num_seen[request.request_id] = request.num_output_tokens
-        bitmask = matcher.compute_bitmask()
+        bitmasks = [matcher.compute_bitmask()]
         if matcher.is_error():
             self._errors[request.request_id] = f"structured_outputs: {matcher.get_error()}"
             return {}
-        return {request.request_id: [bitmask]}
+        ahead = matcher.deep_copy() if request.spec_token_ids else matcher
+        for token_id in request.spec_token_ids:
+            ahead.consume_token(token_id)
+            bitmask = ahead.compute_bitmask()
+            if ahead.is_error():
+                break  # mostly a draft that the grammar forbids: the sampler won't choose it, and what follows won't count
+            bitmasks.append(bitmask)
+        return {request.request_id: bitmasks}
 
     def forget(self, request_id: str) -> None:
         """The request has ended. What the thread has begun for it goes on, for nobody."""

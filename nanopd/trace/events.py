@@ -103,15 +103,17 @@ class Skipped(Event):
 
 
 class Planned(Event):
-    """The plan of the step: id, first token and number of tokens of each request in it."""
+    """The plan of the step: id, first token and number of tokens of each request in it; and which of these are drafts."""
 
     scheduled: list[tuple[str, int, int]]
+    drafts: dict[str, list[int]] = {}
 
 
 class Sampled(Event):
-    """Request id -> token."""
+    """Request id -> tokens: one, and one more for each draft that was right. The last is not computed, and what was computed
+    behind it, of drafts that were wrong, does not count."""
 
-    token_ids: dict[str, int]
+    token_ids: dict[str, list[int]]
 
 
 class Stepped(Event):

@@ -31,10 +31,13 @@ def html(files: Sequence[Path]) -> str:
 def _texts(header: Header, lines: Sequence[Line]) -> dict[int, str]:
     """The tokens of the trace as text, if the model it was made with is still there."""
     prompts = (line.event.token_ids for line in lines if isinstance(line.event, Arrived))
+    drafts = (line.event.drafts.values() for line in lines if isinstance(line.event, Planned))
     sampled = (line.event.token_ids.values() for line in lines if isinstance(line.event, Sampled))
     try:
         tokenizer = load_tokenizer(Path(header.model))
-        return {t: tokenizer.decode([t], False) for t in set(itertools.chain(*prompts, *sampled))}
+        return {
+            t: tokenizer.decode([t], False) for t in set(itertools.chain(*prompts, *itertools.chain(*sampled, *drafts)))
+        }
     except Exception:  # whatever has become of that directory: the page shows ids then
         return {}
 

@@ -1,6 +1,6 @@
 """The trace file: JSON lines, first a header, then one event a line with its time and step.
 
-    {"format": "nanopd trace", "version": 1, "model": …, "config": {…}, "clock": [wall clock, monotonic], …}
+    {"format": "nanopd trace", "version": 2, "model": …, "config": {…}, "clock": [wall clock, monotonic], …}
     {"time": 81.25, "step": 7, "event": {"type": "Moved", "request_id": "3", "status": "preempted", …}}
 
 It holds token ids, so whoever can read it can read the prompts. The events of a step are written at its end, in one go;
@@ -38,7 +38,7 @@ class Header(msgspec.Struct):
     strides: dict[str, int]  # bytes from one layer, kv, block, slot or head of the KV memory to the next
     clock: tuple[float, float]  # time.time() and time.monotonic() of one moment
     format: Literal["nanopd trace"] = "nanopd trace"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class TraceReader:
         try:
             return msgspec.json.decode(raw, type=kind)
         except msgspec.DecodeError as error:
-            raise UserError(f"{self.path}, line {self._count}: not in a nanopd trace of version 1 ({error}).") from None
+            raise UserError(f"{self.path}, line {self._count}: not in a nanopd trace of version 2 ({error}).") from None
 
     def more(self) -> Iterator[Line]:
         """The lines that have come since the last call. A last one without its end stays for the next, as `rest`."""

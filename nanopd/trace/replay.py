@@ -57,7 +57,9 @@ class State:
                     self.requests[i].num_computed_tokens = start + num_new  # S8
             case ev.Sampled(token_ids):
                 for i in token_ids.keys() & set(self.running):
-                    self.requests[i].token_ids.append(token_ids[i])
+                    request = self.requests[i]
+                    request.token_ids.extend(token_ids[i])
+                    request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
     def _move(self, event: ev.Moved, status: RequestStatus) -> None:
         i, request = event.request_id, self.requests[event.request_id]

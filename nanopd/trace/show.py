@@ -44,6 +44,7 @@ def why(header: Header, events: Sequence[Event], state: State) -> tuple[dict[str
                 got |= {i: f"+{n}" for i, _, n in scheduled}
             case Sampled(token_ids):
                 got |= {i: f"{what} S2 cut" for i, what in got.items() if what[0] == "+" and i not in token_ids}
+                got |= {i: f"{got[i]} gave {len(ids)}" for i, ids in token_ids.items() if len(ids) > 1 and i in got}
             case Skipped(request_ids):
                 got |= dict.fromkeys(request_ids, "S6 not ready yet")
             case Refused(i):

@@ -27,7 +27,7 @@ from nanopd.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutpu
 from nanopd.models.decoder import Decoder
 from nanopd.worker.attention import AttentionBackend, AttentionMetadata, ForwardContext
 from nanopd.worker.kv_memory import KVCache
-from nanopd.worker.sampler import SamplingRow, sample
+from nanopd.worker.sampler import SamplingRow, sample, verify
 
 
 class InputBuffer:
@@ -58,6 +58,7 @@ class StepInputs:
     query_lens: np.ndarray  # int64 [R]: new tokens of each request
     seq_lens: np.ndarray  # int64 [R]: tokens in the cache after this step
     sampled: np.ndarray  # int64 [S]: which of the R requests catch up in this step; the last token of each is sampled
+    num_draft_tokens: np.ndarray  # int64 [S]: how many drafts each of these has at its end; they are sampled from, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class ModelRunner:
         self.input_ids = buffer(max_num_batched_tokens, dtype=torch.int64)
         self.positions = buffer(max_num_batched_tokens, dtype=torch.int64)
         self.query_start_loc = buffer(max_num_seqs + 1, dtype=torch.int32)
-        self.logits_indices = buffer(max_num_seqs, dtype=torch.int64)
+        self.logits_indices = buffer(max_num_batched_tokens, dtype=torch.int64)
         self.seq_lens = buffer(max_num_seqs, dtype=torch.int32)
         self.batch_block_table = buffer(max_num_seqs, table_len, dtype=torch.int32)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self.device)
@@ -141,11 +142,12 @@ class ModelRunner:
                 execution = self._determine_batch_execution_and_padding(inputs)
                 metadata = self._build_attention_metadata(inputs, execution)
                 input_ids, positions = self._preprocess(execution, metadata)
-                logits_indices = self.logits_indices.on_device(len(inputs.sampled))
+                num_logits = len(inputs.sampled) + int(inputs.num_draft_tokens.sum())
+                logits_indices = self.logits_indices.on_device(num_logits)
         if scheduler_output.total_num_scheduled_tokens:
             hidden_states = self._model_forward(input_ids, positions, execution)
             sample_hidden_states = hidden_states[logits_indices]
-            if len(inputs.sampled):
+            if num_logits:
                 logits = self.model.compute_logits(sample_hidden_states)
                 output = self._sample(logits, inputs, scheduler_output.grammar_bitmask)
         if self.connector:
@@ -181,6 +183,9 @@ class ModelRunner:
             row = self.rows[known.request_id]
             self.num_computed_tokens[row] = known.num_computed_tokens
             self._append_blocks(row, known.new_block_ids)
+        for request_id, draft in scheduler_output.scheduled_spec_decode_tokens.items():
+            row = self.rows[request_id]
+            self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(draft)] = draft
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         if block_ids:
@@ -204,9 +209,15 @@ class ModelRunner:
         self.input_ids.array[: ends[-1]] = self.token_ids[token_rows, positions]
 
         seq_lens = num_computed + query_lens
-        sampled = np.flatnonzero(seq_lens == self.num_tokens[rows])
-        self.logits_indices.array[: len(sampled)] = ends[sampled] - 1
-        return StepInputs(request_ids, rows, query_lens, seq_lens, sampled)
+        #   the last token known and 2 drafts, the next request's last token    num_logits  3    1    logits_indices 4 5 6 7
+        num_draft_tokens = seq_lens - self.num_tokens[rows]  # below 0: it does not catch up
+        sampled = np.flatnonzero(num_draft_tokens >= 0)
+        num_draft_tokens = num_draft_tokens[sampled]
+        num_logits = num_draft_tokens + 1
+        logits_ends = np.cumsum(num_logits)
+        logits_indices = np.arange(num_logits.sum()) + np.repeat(ends[sampled] - logits_ends, num_logits)
+        self.logits_indices.array[: len(logits_indices)] = logits_indices
+        return StepInputs(request_ids, rows, query_lens, seq_lens, sampled, num_draft_tokens)
 
     def _determine_batch_execution_and_padding(self, inputs: StepInputs) -> BatchExecution:
         """A captured graph, padded to the next size, for a batch of nothing but decodes; else eager and as it is.
@@ -256,18 +267,32 @@ class ModelRunner:
         return self.model(input_ids, positions, self.context.attend)
 
     def _sample(self, logits: Tensor, inputs: StepInputs, grammar_bitmask: dict[str, list[bytes]]) -> ModelRunnerOutput:
-        """Chooses tokens from logits [S, vocab_size], and writes them into the tables for the next step to find."""
-        rows, request_ids = inputs.rows[inputs.sampled], [inputs.request_ids[i] for i in inputs.sampled]
+        """Chooses tokens from logits [S + drafts, vocab_size], and writes them into the tables for the next step to find.
+
+        A request with drafts is sampled at each of their positions as if those before it were true; `verify` says how many
+        of the samples hold.
+        """
+        request_ids = [inputs.request_ids[i] for i in inputs.sampled]
+        rows = inputs.rows[inputs.sampled]
+        batch = list(zip(request_ids, rows.tolist(), self.num_tokens[rows].tolist(), inputs.num_draft_tokens.tolist()))
         sampling_rows = []
-        for row, r in zip(rows, map(self.requests.__getitem__, request_ids)):
-            tokens = self.token_ids[row, : self.num_tokens[row]]
-            allowed = next(iter(grammar_bitmask.get(r.request_id, ())), None)
-            sampling_rows.append(SamplingRow(r.sampling_params, tokens, r.num_prompt_tokens, r.stop_token_ids, allowed))
+        for request_id, row, num_tokens, num_drafts in batch:
+            r, masks = self.requests[request_id], iter(grammar_bitmask.get(request_id, ()))
+            for n in range(num_tokens, num_tokens + num_drafts + 1):
+                about = r.sampling_params, self.token_ids[row, :n], r.num_prompt_tokens, r.stop_token_ids
+                sampling_rows.append(SamplingRow(*about, next(masks, None)))
         token_ids, logprobs = sample(logits, sampling_rows)
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
-        wanted = {i: p for i, p in zip(request_ids, logprobs) if p is not None}
-        return ModelRunnerOutput(dict(zip(request_ids, token_ids)), wanted)
+        output, start = ModelRunnerOutput({}), 0
+        for request_id, row, num_tokens, num_drafts in batch:
+            draft = self.token_ids[row, num_tokens : num_tokens + num_drafts].tolist()
+            kept = verify(token_ids[start : start + num_drafts + 1], draft)
+            self.token_ids[row, num_tokens : num_tokens + len(kept)] = kept
+            self.num_tokens[row] += len(kept)
+            output.sampled_token_ids[request_id] = kept
+            if wanted := [p for p in logprobs[start : start + len(kept)] if p is not None]:
+                output.logprobs[request_id] = wanted
+            start += num_drafts + 1
+        return output
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -279,7 +304,7 @@ class ModelRunner:
         largest = min(len(self.free_rows), len(self.input_ids.array))
         for size in sorted((s for s in GRAPH_SIZES if s <= largest), reverse=True):
             ones, rows = np.ones(size, dtype=np.int64), np.arange(size)
-            inputs = StepInputs([], rows, ones, ones, rows)
+            inputs = StepInputs([], rows, ones, ones, rows, rows * 0)
             eager, graphed = BatchExecution(False, size), BatchExecution(True, size)
             input_ids, positions = self._preprocess(graphed, self._build_attention_metadata(inputs, graphed))
             self._model_forward(input_ids, positions, eager)  # compiles what is not compiled yet

@@ -73,6 +73,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
     return token_ids, logprobs
 
 
+def verify(sampled: list[int], draft: list[int]) -> list[int]:
+    """Of the tokens sampled at the positions of a draft and the one after it: those that would have been sampled one by one.
+
+    Each was sampled as if the draft before it were true, so they hold up to and including the first that differs. This is
+    the rejection sampling of Leviathan et al. (arXiv 2211.17192), algorithm 1, for a drafter that is certain of its token x:
+    accept x with the model's probability p(x), else draw from p without x. One draw from p does both. It uses the number u
+    of its own position, so even the tokens of a seed are the same as without drafts.
+
+    Args:
+        sampled: one token more than `draft` has.
+    """
+    agreed = next((i for i, token_id in enumerate(draft) if sampled[i] != token_id), len(draft))
+    return sampled[: agreed + 1]
+
+
 def _column(rows: Sequence[SamplingRow], get: Callable[[SamplingParams], float], like: Tensor) -> Tensor:
     """One parameter of all rows, [n, 1]."""
     return torch.tensor([get(row.params) for row in rows], dtype=like.dtype, device=like.device).unsqueeze(1)

@@ -1,5 +1,6 @@
 """The command line of the benchmarks. `nanopd` loads this file at each start, so nothing heavy is imported up here."""
 
+import dataclasses
 import json
 from typing import Annotated, Any
 
@@ -37,6 +38,22 @@ def bench_offline(
 
     inputs, outputs = offline.bounds(input_len, "--input-len"), offline.bounds(output_len, "--output-len")
     show(offline.measure(load(engine), requests, inputs, outputs, shared_prefix), as_json)
+
+
+@bench.command("speculative")
+@config_options
+def bench_speculative(
+    engine: EngineConfig,
+    rounds: Annotated[int, typer.Option(help="How often each of the two is measured.", min=1)] = 3,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Tokens per second with drafts (--speculative-ngram, else 4) and without, in turns, at batch 1 and 8."""
+    from . import speculative
+
+    drafts = dataclasses.replace(engine, speculative_ngram=engine.speculative_ngram or 4)
+    for row in speculative.measure(load(drafts), rounds, output_len):
+        show(row, as_json)
 
 
 @bench.command("scheduler")

@@ -52,7 +52,7 @@ def _decode_steps(num_running: int, num_waiting: int, num_blocks: int, num_steps
         plan = core.schedule()
         planned = time.perf_counter()
         answer = ModelRunnerOutput(
-            {i: 7 for i in plan.num_scheduled_tokens if core.requests[i].num_computed_tokens >= prompt_len}
+            {i: [7] for i in plan.num_scheduled_tokens if core.requests[i].num_computed_tokens >= prompt_len}
         )
         answered = time.perf_counter()
         core.update_from_output(plan, answer)

@@ -116,6 +116,7 @@ class Driver:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     transfers: KVConnectorOutput | None = None  # reported with the next step
     next_token: int = 10
+    right: int = 0  # how many tokens of each draft the model agrees with
     # What was written where: (block, offset) -> the whole sequence up to that token. A read must find its own.
     content: dict[tuple[int, int], object] = dataclasses.field(default_factory=dict)
     found: dict[str, list[object]] = dataclasses.field(default_factory=dict)  # by peers that read an ended request
@@ -147,7 +148,9 @@ class Driver:
             table = self.tables[request_id]
             assert table == scheduler.kv.get_block_ids(request_id), "the worker's table differs from the scheduler's"
             start, end = self.computed[request_id], self.computed[request_id] + num_new
-            assert request.num_computed_tokens == end <= request.num_tokens
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            assert request.num_computed_tokens == end <= request.num_tokens + len(drafts)
+            assert not drafts or end == request.num_tokens + len(drafts) < scheduler.max_model_len, "S2"
             block_size = scheduler.kv.block_size
             assert end <= len(table) * block_size, "a token without a slot"
             for index in range(start // block_size, -(-end // block_size)):
@@ -157,10 +160,11 @@ class Driver:
             self.computed[request_id] = end
         return output
 
-    def _write(self, request: Request, start: int, end: int) -> None:
+    def _write(self, request: Request, start: int, end: int, drafts: list[int] = []) -> None:  # noqa: B006
+        tokens = [*request.token_ids, *drafts]
         table, size = self.scheduler.kv.get_block_ids(request.request_id), self.scheduler.kv.block_size
         for position in range(start, end):
-            key = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+            key = (request.cache_salt, tuple(tokens[: position + 1]))
             self.content[table[position // size], position % size] = key
 
     def execute(self, output: SchedulerOutput) -> None:
@@ -173,11 +177,13 @@ class Driver:
                 if isinstance(connector, FakeConnector) and not connector.load_async:
                     self._write(request, start - request.num_external_tokens, start)
                     request.num_external_tokens = 0
-            self._write(request, start, request.num_computed_tokens)
+            drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+            self._write(request, start, request.num_computed_tokens, drafts)
         for request, _ in requests:
+            tokens = [*request.token_ids, *output.scheduled_spec_decode_tokens.get(request.request_id, [])]
             table, size = self.tables[request.request_id], self.scheduler.kv.block_size
             for position in range(request.num_computed_tokens):
-                expected = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+                expected = (request.cache_salt, tuple(tokens[: position + 1]))
                 found = self.content.get((table[position // size], position % size))
                 assert found == expected, f"{request} reads at {position} what was never written there for it"
 
@@ -206,7 +212,8 @@ class Driver:
             self._write(request, request.num_computed_tokens - request.num_external_tokens, request.num_computed_tokens)
 
     def step(self, tokens: dict[str, int] | None = None) -> SchedulerOutput:
-        """A whole step. `tokens` says what is sampled for whom; others get fresh ones."""
+        """A whole step. `tokens` says what is sampled for whom; others get fresh ones. Of a draft the first
+        `self.right` tokens are right, and then what is sampled follows."""
         output = self.schedule()
         self.peers_write()
         self.execute(output)
@@ -222,12 +229,15 @@ class Driver:
         sampled = {}
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
-            samples = request.num_computed_tokens == request.num_tokens
+            samples = request.num_computed_tokens >= request.num_tokens
             masked = samples and request.sampling_params.structured_outputs is not None
             assert (request_id in output.grammar_bitmask) == masked, "S12: a mask where something is sampled"
             if samples:
                 self.next_token += 1
-                sampled[request_id] = (tokens or {}).get(request_id, self.next_token)
+                drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+                right = drafts[: self.right]
+                self.computed[request_id] -= len(drafts) - len(right)
+                sampled[request_id] = [*right, (tokens or {}).get(request_id, self.next_token)]
         news = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled, {}, self.transfers))
         self.transfers = None
         self.take(news)

@@ -587,7 +587,7 @@ def test_s12_a_matcher_that_fails_ends_its_request_without_the_token_of_that_ste
     grammars.alive.remove("a")  # no mask, and the reason follows
     grammars.news["a"] = "too many states"
     output = driver.scheduler.schedule()
-    driver.take(driver.scheduler.update_from_output(output, ModelRunnerOutput({"a": 7, "b": 7})))
+    driver.take(driver.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7], "b": [7]})))
     assert driver.outputs["a"] == before and driver.reasons == {"a": "error"} and driver.outputs["b"][-1] == 7
     driver.scheduler.check_invariants()
 

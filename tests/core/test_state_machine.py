@@ -1,6 +1,6 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
-late, grammars that become ready, can't be compiled or fail in the middle, pools that are too small. Peers write garbage
-wherever they may, at each step.
+late, grammars that become ready, can't be compiled or fail in the middle, pools that are too small, drafts of which some
+tokens are right. Peers write garbage wherever they may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -44,8 +44,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "fail"]),
         load_async=st.sampled_from([True, True, False]),
+        drafts=st.sampled_from([0, 1, 2, 5]),
     )
-    def begin(self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async):
+    def begin(
+        self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async, drafts
+    ):
         self.connector = FakeConnector(block_size)
         self.connector.load_async = load_async
         self.grammars = FakeGrammars()
@@ -59,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             connector=self.connector,
             grammars=self.grammars,
             kv_load_failure_policy=policy,
+            speculative_ngram=drafts,
         )
         self.driver = Driver(self.scheduler)
         self.count = 0
@@ -93,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             room_wanted = self.connector.room_wanted
             held = bool(self.scheduler.requests and self.scheduler.reclaiming)
             tokens = {request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests}
+            self.driver.right = rng.randrange(7)
             output = self.driver.step(tokens)
             if held and not output.num_scheduled_tokens and not output.preempted_req_ids:
                 assert self.connector.room_wanted > room_wanted, (

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from nanopd.config import MAX_GRAMMAR, SamplingParams, StructuredOutputsParams, UserError
+from nanopd.connector.protocol import KVTransferParams
 from nanopd.engine.llm import LLM, CompletionOutput
 from nanopd.engine.structured_output import StructuredOutputManager
 from nanopd.request import Request
+from nanopd_lessons import drive
 
 EOS = 256
 CITY = {
@@ -110,6 +112,19 @@ def test_preemptions_in_the_middle_change_nothing(tiny_model: Path):
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     for output in found:
         json.loads(output.outputs[0].text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_token(tiny_model: Path, temperature: float):
+    """Each draft's position has the mask of the output up to there; drafts that the grammar forbids are not accepted."""
+    lists = {"type": "array", "items": {"enum": ["abc", "abcabc", "xy"]}, "minItems": 12, "maxItems": 14}
+    wishes = [{"json": lists}, {"json": CITY}, {"regex": "(ab|abc){20,30}"}, {"choice": ["papaya papaya papaya"]}, None]
+    options = [params(temperature=temperature, seed=i, structured_outputs=wish) for i, wish in enumerate(wishes)]
+    engines = [LLM(str(tiny_model), num_blocks=200, dtype="float32", speculative_ngram=n) for n in (0, 4)]
+    alone, drafted = (engine.generate(["abcabcabcabc"] * len(wishes), options) for engine in engines)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in alone]
+    assert min(o.metrics.num_accepted_tokens for o in (drafted[0], drafted[2])) > 0
+    assert any(o.metrics.num_accepted_tokens < o.metrics.num_draft_tokens for o in drafted)
 
 
 def test_a_step_that_fails_leaves_the_matcher_where_the_output_is(llm: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -222,3 +237,33 @@ def load(model: Path, text: str) -> list[int]:
     from nanopd.models.tokenizer import load_tokenizer
 
     return load_tokenizer(model).encode(text)
+
+
+def test_p_and_d_give_the_tokens_of_one_engine(tmp_path: Path):
+    """D compiles, then loads, then samples the first token itself: its matcher begins where the output does."""
+    model = drive.byte_tokenizer(drive.tiny_model(tmp_path / "model"))
+    wish, prompt = {"regex": "([a-f]{3}-){2}[0-9]{9}"}, list(b"Once upon a time, there was")
+    with drive.in_memory():
+        p, d, alone = (drive.Node(model, role) for role in ("prefill", "decode", None))
+        p.prefill("r", prompt)
+        where = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": p.core.connector.port}
+        requests = []
+        for node, transfer in ((d, KVTransferParams.of(where | {"transfer_id": "r"})), (alone, None)):
+            sampling = params(temperature=0, seed=0, structured_outputs=wish)
+            requests.append(Request("r", prompt, sampling, [299], kv_transfer_params=transfer))
+            node.core.add_request(requests[-1])
+            node.tokens["r"] = []
+        drive.run_nodes(p, d, alone)
+        states = [status for _, status in requests[0].metrics.history][1:]
+        assert states == [
+            "waiting",
+            "waiting for grammar",
+            "waiting",
+            "waiting for remote KVs",
+            "waiting",
+            "running",
+            "stop",
+        ]
+        assert d.tokens["r"] == alone.tokens["r"] and re.fullmatch(wish["regex"], bytes(d.tokens["r"][:-1]).decode())
+        for node in (p, d, alone):
+            node.core.close()

@@ -63,7 +63,7 @@ def test_no_graph_is_larger_than_the_buffers(tiny_model: Path, monkeypatch: pyte
 
 def batch(query_lens: list[int]) -> StepInputs:
     lens = np.array(query_lens)
-    return StepInputs([], np.arange(len(lens)), lens, lens + 3, np.arange(len(lens)))
+    return StepInputs([], np.arange(len(lens)), lens, lens + 3, np.arange(len(lens)), lens * 0)
 
 
 def test_a_graph_is_chosen_for_decodes_alone_and_padded_to_the_next_size(tiny_model: Path):

@@ -55,8 +55,8 @@ def test_everything_is_in_the_file_at_the_end_of_a_step(tmp_path: Path):
 
 
 def test_another_version_is_refused(trace: Path):
-    change(trace, 0, version=2)
-    with pytest.raises(UserError, match=r"line 1.*version 1.*`\$\.version`"):
+    change(trace, 0, version=1)
+    with pytest.raises(UserError, match=r"line 1.*version 2.*`\$\.version`"):
         read(trace)
 
 

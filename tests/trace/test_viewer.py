@@ -461,7 +461,7 @@ def test_5000_steps(browser: Browser, tmp_path: Path):
             for i in output.num_scheduled_tokens
             if scheduler.requests[i].num_computed_tokens == scheduler.requests[i].num_tokens
         )
-        scheduler.update_from_output(output, ModelRunnerOutput(dict.fromkeys(ready, n % 1000)))
+        scheduler.update_from_output(output, ModelRunnerOutput({i: [n % 1000] for i in ready}))
     url = page(tmp_path / "t.html", tmp_path / "t.jsonl")
     browser.open(url)
     loaded = browser.run("performance.getEntriesByType('navigation')[0].domComplete")
@@ -487,3 +487,20 @@ def test_5000_steps(browser: Browser, tmp_path: Path):
     for step in (0, 31, 32, 83, 84, 2500, max(states), 1):
         browser.run(f"go({step}), draw()")
         assert shown(browser) == as_shown(states[step])
+
+
+def test_drafts_and_what_became_of_them(browser: Browser, tmp_path: Path):
+    scheduler = make_scheduler(num_blocks=16, block_size=4, speculative_ngram=4)
+    states = trace_to(tmp_path / "t.jsonl", scheduler)
+    scheduler.add_request(make_request("a", [1, 3, 4, 5] * 2, max_tokens=9))
+    driver = Driver(scheduler)
+    driver.step({"a": 1})
+    driver.right = 2
+    while scheduler.has_unfinished_requests():
+        driver.step({"a": 9})
+    browser.open(page(tmp_path / "t.html", tmp_path / "t.jsonl"))
+    browser.run("go(1), draw()")
+    assert shown(browser) == as_shown(states[1]), "computed goes back behind the wrong drafts"
+    assert "4 drafts among them: " in browser.run("document.body.innerText")
+    browser.click(".card[data-request='a']")
+    assert "decodes 8 tokens (4 of 6 drafts right)" in browser.run("document.getElementById('detail').innerText")

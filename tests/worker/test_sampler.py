@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanopd.config import SamplingParams
-from nanopd.worker.sampler import SamplingRow, sample, uniform
+from nanopd.worker.sampler import SamplingRow, sample, uniform, verify
 
 VOCAB = 50
 
@@ -150,3 +150,46 @@ def test_logprobs_are_of_the_raw_logits():
     assert (logprobs[0].rank, [t for t, _ in logprobs[0].top]) == (1, x[0].topk(3).indices.tolist())
     assert logprobs[2].top == []
     assert logprobs[2].logprob == pytest.approx(float(expected[2, tokens[2]]))
+
+
+# ------------------------------------------------------------------ drafts
+
+
+def test_samples_hold_up_to_the_first_that_differs_from_the_draft():
+    assert verify([5, 6, 7], [5, 6]) == [5, 6, 7], "all right, and one token more"
+    assert verify([5, 9, 7], [5, 6]) == [5, 9]
+    assert verify([9, 6, 7], [5, 6]) == [9], "what comes after a wrong one was sampled in vain"
+    assert verify([5], []) == [5]
+
+
+def answers(chain: torch.Tensor, draft: list[int], seeds: range, **params: object) -> list[tuple[int, ...]]:
+    """For each seed the first two tokens of a model whose logits are the row of `chain` of the last token; 0 begins."""
+    got: list[list[int]] = [[] for _ in seeds]
+    while todo := [i for i, tokens in enumerate(got) if len(tokens) < 2]:
+        guesses = {i: draft[len(got[i]) :] for i in todo}
+        known = [(i, (*got[i], *guess[:n])) for i, guess in guesses.items() for n in range(len(guess) + 1)]
+        rows = [row(tokens, (0,), seed=seeds[i], **params) for i, tokens in known]
+        sampled, _ = sample(chain[[(0, *tokens)[-1] for _, tokens in known]], rows)
+        for i, guess in guesses.items():
+            got[i] += verify(sampled[: len(guess) + 1], guess)
+            del sampled[: len(guess) + 1]
+    return [tuple(tokens[:2]) for tokens in got]
+
+
+CUT = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 1.5}
+
+
+@pytest.mark.parametrize("params", [{}, pytest.param(CUT, marks=pytest.mark.slow)], ids=str)
+def test_drafts_change_neither_the_tokens_of_a_seed_nor_the_distribution(params: dict[str, float]):
+    """Pairs of tokens. The same seeds: the same pairs. 20,000 against 20,000 of other seeds: chi-square."""
+    chain, n = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)) * 1.5, 20_000
+    plain = answers(chain, [], range(n, 2 * n), **params)
+    likely = max(set(plain), key=plain.count)
+    for draft in ([1, 2], [4], [*likely, 3]):
+        assert answers(chain, draft, range(n, n + 300), **params) == plain[:300]
+    counts = np.zeros((2, 36))
+    for i, pairs in enumerate((answers(chain, list(likely), range(n), **params), plain)):
+        np.add.at(counts[i], [6 * first + second for first, second in pairs], 1)
+    seen = counts.sum(0) > 10
+    chi_square = ((counts[0] - counts[1]) ** 2 / counts.sum(0).clip(1))[seen].sum()
+    assert chi_square < seen.sum() + 5 * np.sqrt(2 * seen.sum()), chi_square
