@@ -87,6 +87,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = opt(
         0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
     )
+    scheduling_policy: str = opt(
+        "fcfs", "Who goes first: fcfs, or priority (of each request).", choices=("fcfs", "priority")
+    )
+    priority_seconds: float = opt(10.0, "How many seconds of waiting one level of priority is worth.", 0.0, 1e9)
     speculative_ngram: int = opt(0, "Most draft tokens a step, looked up in a request's own text; 0: none.", 0, 64)
     enable_prefix_caching: bool = opt(True, "Reuse the blocks of equal prefixes.")
     kv_layout: str | None = opt(

@@ -99,6 +99,7 @@ class Request:
         eos_token_ids: tokens that end the output unless `ignore_eos`. The end of a grammar is one in any case (S12).
         cache_salt: only requests with the same salt share cached blocks (rule K2).
         kv_transfer_params: for the connector; the scheduler does not look inside.
+        priority: lower is more urgent; counts with the scheduling policy `priority`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         kv_transfer_params: Any = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -117,6 +119,7 @@ class Request:
         self.stop_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
+        self.priority = priority
         self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
         self.num_prompt_tokens = len(self.token_ids)
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)

@@ -228,6 +228,53 @@ show.say(said)
 assert said.startswith("nothing can be scheduled")
 
 # %% [markdown]
+# ## Somebody more urgent (S3)
+# A ranks last and stands first: it came early, and is not urgent. 14 blocks of two tokens, chunks of at most 8. In the third
+# step A gets its last four tokens, and then B wants a block. Nothing is left of A in the plan.
+
+# %%
+scheduler = drive.scheduler(
+    num_blocks=14, block_size=2, long_prefill_token_threshold=8, scheduling_policy="priority", priority_seconds=10.0
+)
+events: list[Event] = []
+a, b = drive.request("A", 20), drive.request("B", 8)
+a.priority, b.priority = 3, 0
+for request in (a, b):
+    scheduler.add_request(request)
+    drive.step(scheduler)
+assert [r.request_id for r in scheduler.running] == ["A", "B"] and (a.num_computed_tokens, len(a.block_hashes)) == (
+    16,
+    10,
+)
+scheduler.trace = events.append
+plan = scheduler.schedule()
+case = next(event.rule for event in events if isinstance(event, Moved))
+show.say(f"{case}: preempted {plan.preempted_req_ids}, the plan is {plan.num_scheduled_tokens}")
+assert case == "S3 case C" and plan.num_scheduled_tokens == {"B": 1} and plan.total_num_scheduled_tokens == 1
+found = [scheduler.kv.pool.get_cached_block(block_hash) is not None for block_hash in a.block_hashes]
+assert found == [True] * 8 + [False] * 2, (
+    "B popped one of the two blocks that A was to fill; the other is not found either"
+)
+
+# %% [markdown]
+# Nobody starves. One seat, a request of priority 3, and each second one of priority 0.
+
+# %%
+scheduler = drive.scheduler(num_blocks=4, max_num_seqs=1, scheduling_policy="priority", priority_seconds=10.0)
+patient = drive.request("patient", 4, max_tokens=1)
+patient.priority, patient.metrics.arrival_time = 3, 0.5
+scheduler.add_request(patient)
+for second in range(1, 100):
+    urgent = drive.request(f"urgent {second}", 4, max_tokens=1)
+    urgent.metrics.arrival_time = float(second)
+    scheduler.add_request(urgent)
+    drive.step(scheduler)
+    if patient.status.is_finished:
+        break
+show.say(f"overtaken {second - 1} times")
+assert second - 1 == 30
+
+# %% [markdown]
 # ## Check yourself
 # The questions of the text.
 

@@ -169,7 +169,8 @@ assert guess("la la la ", 6) == "la la ", "a copy that reaches the end goes on w
 assert guess("something new") == ""
 
 # %% [markdown]
-# Every position is sampled as if the draft before it were true, and samples hold up to the first that differs. Let the
+# Every position is sampled as if the draft before it were true, and samples hold up to the first that differs (Leviathan,
+# Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023, arXiv 2211.17192). Let the
 # draft be token 1, whose probability is 0.3, for 2,000 seeds. (The second sample, of the position behind it, is made up.)
 
 # %%

@@ -13,6 +13,7 @@ It knows nothing about tensors, text or sockets. Rules S1-S12; lessons 04, 05 an
 """
 
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Puts a request at the end of `waiting`. Raises UserError if it could never be served (rule S9)."""
+        """Puts a request into `waiting`, behind all that go first. Raises UserError if it could never be served (S9)."""
         if request.request_id in self.requests or request.request_id in self.reclaiming:
             raise UserError(
                 f"Request id {request.request_id!r} is already in use; ids of unfinished requests must differ."
@@ -93,15 +94,28 @@ class Scheduler:
             )
         self.kv.update_block_hashes(request)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        place = bisect_right(self.waiting, self._rank(request), key=self._rank)
+        self.waiting.insert(place, request)
         if self.trace is not ignore:
-            self.trace(Arrived(request.request_id, request.token_ids.tolist(), request.sampling_params.max_tokens))
+            most = request.sampling_params.max_tokens
+            self.trace(Arrived(request.request_id, request.token_ids.tolist(), most, place))
         if request.sampling_params.structured_outputs:
             assert self.structured_outputs, "nobody compiles grammars here"
             self.structured_outputs.start(request)
             self.compiling.add(request.request_id)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self._trace_move(request, "S12")
+
+    def _rank(self, request: Request) -> float:
+        """Who ranks lowest goes first, and is preempted last. FCFS: all rank the same, and queues keep their order.
+
+        With priorities a request ranks as if it had arrived `priority * priority_seconds` later. So waiting raises
+        everybody alike, the order of two requests never changes, and nobody starves: a request gives way to those of a
+        priority lower by n only if they arrive less than `n * priority_seconds` after it.
+        """
+        if self.config.scheduling_policy == "fcfs":
+            return 0.0
+        return request.metrics.arrival_time + request.priority * self.config.priority_seconds
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -176,7 +190,7 @@ class Scheduler:
         self.trace(Stepped(taken_back=True))
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """S2, S3. `running` may get shorter at its end while we walk it: that is preemption."""
+        """S2, S3. `running` may get shorter while we walk it (FCFS: at its end): that is preemption."""
         i = 0
         while (
             i < len(self.running)
@@ -188,13 +202,25 @@ class Scheduler:
             if num_new == 0:
                 continue
             while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
-                victim = self.running.pop()
-                self._preempt(victim, "S3 case B" if victim is request else "S3 case A", request.request_id)
+                victim = max(reversed(self.running), key=self._rank)  # FCFS: the last
+                at = self.running.index(victim)
+                del self.running[at]
+                i -= at < i
+                case = "S3 case B" if victim is request else "S3 case A"
+                if given_back := output.num_scheduled_tokens.pop(victim.request_id, 0):  # with priorities only
+                    case = "S3 case C"
+                    output.total_num_scheduled_tokens -= given_back
+                    cached = output.scheduled_cached_reqs
+                    output.scheduled_cached_reqs = [r for r in cached if r.request_id != victim.request_id]
+                    self.kv.uncache_blocks(victim, victim.num_computed_tokens)  # what this step was to compute
+                self._preempt(victim, case, request.request_id)
                 output.preempted_req_ids.add(victim.request_id)
-                if victim is request:  # case B: even without those behind it there is not enough
-                    return
-                # case A: a later request gave its blocks; try again
-            block_ids = [block.block_id for block in new_blocks] if new_blocks else []
+                if victim is request:  # case B: even without those who go after it there is not enough
+                    break
+                # cases A and C: somebody gave blocks; try again
+            if new_blocks is None:
+                continue
+            block_ids = [block.block_id for block in new_blocks]
             output.scheduled_cached_reqs.append(
                 CachedRequestData(request.request_id, block_ids, request.num_computed_tokens)
             )
@@ -210,7 +236,8 @@ class Scheduler:
                 budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
                 if budget == 0:
                     break
-                queue = self.skipped_waiting or self.waiting
+                queues = [queue for queue in (self.skipped_waiting, self.waiting) if queue]
+                queue = min(queues, key=lambda queue: self._rank(queue[0]))  # FCFS: skipped_waiting, if there is any
                 request = queue[0]
                 if request.status in BLOCKED and not self._try_promote(request):
                     step_skipped_waiting.append(queue.popleft())
@@ -276,11 +303,12 @@ class Scheduler:
         """S3: takes a running request's blocks away. It starts again from token 0, or from what the cache still has."""
         request.num_computed_tokens, request.spec_token_ids = 0, []
         request.status = RequestStatus.PREEMPTED
-        self._trace_move(request, rule, by)
+        place = bisect_left(self.waiting, self._rank(request), key=self._rank)  # FCFS: the front
+        self._trace_move(request, rule, by, place)
         self.kv.free(request.request_id)
         request.metrics.num_preemptions += 1
         self._num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.insert(place, request)
 
     def _try_promote(self, request: Request) -> bool:
         """Is what it waits for here? Its grammar (S12), or its data: then it is WAITING, with its blocks and computed
@@ -462,9 +490,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- what others may look at
 
-    def _trace_move(self, request: Request, rule: str = "", by: str = "") -> None:
+    def _trace_move(self, request: Request, rule: str = "", by: str = "", place: int = 0) -> None:
         computed = request.num_computed_tokens, request.num_external_tokens
-        self.trace(Moved(request.request_id, request.status.value, *computed, rule, by))
+        self.trace(Moved(request.request_id, request.status.value, *computed, rule, by, place))
 
     def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
         self._num_queried += request.num_tokens

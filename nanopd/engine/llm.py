@@ -98,11 +98,13 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=Tr
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kv_port: int | None  # on which a decode engine asks this one for blocks
+    scheduling_policy: str = "fcfs"
 
     @classmethod
     def of(cls, core: "EngineCore") -> "EngineInfo":
         model, kv_port = core.model.config, getattr(core.connector, "port", None)
-        return cls(str(core.model_path), core.max_model_len, model.vocab_size, model.eos_token_ids, kv_port)
+        about_model = str(core.model_path), core.max_model_len, model.vocab_size, model.eos_token_ids
+        return cls(*about_model, kv_port, core.config.scheduling_policy)
 
 
 class Frontend:
@@ -123,12 +125,24 @@ class Frontend:
         self._ids = itertools.count()
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, kv_transfer_params: Transfer = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        kv_transfer_params: Transfer = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served.
 
         `kv_transfer_params` are about the prompt, which is transferred once: the first of n completions gets them.
+        `priority`: lower is more urgent; for an engine with the scheduling policy `priority`.
         """
+        if type(priority) is not int or abs(priority) > 1000:
+            raise UserError(f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
+        if priority and self._info.scheduling_policy != "priority":
+            raise UserError(
+                "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
+            )
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._live)
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
@@ -148,7 +162,8 @@ class Frontend:
         for i, child_id in enumerate(child_ids):
             own = dataclasses.replace(params, n=1, seed=(seed + i) % 2**63)
             transfer = kv_transfer_params if i == 0 else None
-            self._core.add_request(Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer))
+            request = Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer, priority)
+            self._core.add_request(request)
             output.outputs.append(CompletionOutput(i, logprobs=None if params.logprobs is None else []))
             detokenizer = Detokenizer(self.tokenizer, token_ids, own)
             self._running[child_id] = _Running(output, output.outputs[i], detokenizer)
@@ -264,21 +279,28 @@ class LLM(Frontend):
         super().__init__(self.core, EngineInfo.of(self.core), self.config.seed)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
+        `priority`: one for each prompt, lower is more urgent.
         Raises UserError before anything runs if one of the prompts cannot be served.
         """
         single = isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int))
         todo: Any = [prompts] if single else prompts
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(todo)
-        if len(params) != len(todo):
-            raise UserError(f"There are {len(todo)} prompts and {len(params)} sampling params; give one each, or one.")
+        priorities = [0] * len(todo) if priority is None else priority
+        if not len(params) == len(priorities) == len(todo):
+            counts = f"{len(todo)} prompts, {len(params)} sampling params and {len(priorities)} priorities"
+            raise UserError(f"There are {counts}; give one each, or one for all.")
         outputs: list[RequestOutput] = []
         try:
-            for prompt, wish in zip(todo, params):
-                outputs.append(self.add_request(prompt, wish or SamplingParams()))
+            for prompt, wish, urgency in zip(todo, params, priorities):
+                outputs.append(self.add_request(prompt, wish or SamplingParams(), priority=urgency))
             while not all(output.finished for output in outputs):
                 self.step()
         except BaseException:

@@ -45,6 +45,7 @@ class Add(Message):
     eos_token_ids: list[int]
     cache_salt: str | None
     kv_transfer_params: KVTransferParams | None
+    priority: int
     metrics: RequestMetrics
 
 
@@ -104,7 +105,8 @@ class EngineClient:
 
     def add_request(self, request: Request) -> None:
         ids, eos, r = request.token_ids.tolist(), list(request.eos_token_ids), request
-        self.send(Add(r.request_id, ids, r.sampling_params, eos, r.cache_salt, r.kv_transfer_params, r.metrics))
+        more = r.cache_salt, r.kv_transfer_params, r.priority, r.metrics
+        self.send(Add(r.request_id, ids, r.sampling_params, eos, *more))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         if ids := list(request_ids):

@@ -86,6 +86,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     stream_options: dict[str, bool] = {}
     return_token_ids: bool = False  # vLLM's: the ids of prompt and answer, beside the text
     cache_salt: str | None = None
+    priority: int = 0  # vLLM's: lower is more urgent
     kv_transfer_params: dict[str, Any] = {}
 
 
@@ -342,7 +343,7 @@ class Server:
             self._check_ready()
             for i, prompt in enumerate(tokenized):
                 request_id = self._unused(http["id"] if len(prompts) == 1 else f"{http['id']}-{i}")
-                answer.add(self.frontend.add_request(prompt, params, request_id, transfer))
+                answer.add(self.frontend.add_request(prompt, params, request_id, transfer, body.priority))
                 self.answers[request_id] = answer
             if body.stream:
                 return await self._stream(http, answer, body.stream_options.get("include_usage", False))

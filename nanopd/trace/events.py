@@ -34,17 +34,18 @@ class RequestEvent(Event):
 
 
 class Arrived(RequestEvent):
-    """A new request, at the end of `waiting`."""
+    """A new request, at this place of `waiting`: its end, or with priorities somewhere else."""
 
     token_ids: list[int]
     max_tokens: int
+    place: int = 0
 
 
 class Moved(RequestEvent):
     """A request came into another status, and so into another queue:
 
     running                   from its queue to the end of `running` (S4)
-    preempted                 to the front of `waiting`: S3 case A or B; S8 when a step was taken back
+    preempted                 to the front of `waiting`, or to `place`: S3 case A, B or C; S8 when a step was taken back
     waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
     waiting for grammar       at its arrival: its grammar is being compiled (S12)
     waiting                   promoted: the data (S5) or the grammar (S12) is there; or nothing will come, it is computed
@@ -57,6 +58,7 @@ class Moved(RequestEvent):
     num_external: int = 0  # of those, how many a connector brings or brought
     rule: str = ""
     by: str = ""  # whose want of blocks it was
+    place: int = 0
 
 
 class Allocated(RequestEvent):

@@ -27,9 +27,9 @@ class State:
         """What the event did. Raises UserError if it cannot have happened here."""
         pool, tables = self.kv.pool, self.kv.tables
         match event:
-            case ev.Arrived(i, token_ids, max_tokens):
+            case ev.Arrived(i, token_ids, max_tokens, place):
                 self.requests[i] = Request(i, token_ids, SamplingParams(max_tokens=max_tokens))
-                self.waiting.append(i)
+                self.waiting.insert(place, i)
             case ev.Moved():
                 self._move(event, RequestStatus(event.status))
             case ev.Allocated(i, ids, num_hits):
@@ -71,7 +71,7 @@ class State:
             for queue in (self.waiting, self.skipped_waiting, self.running):
                 queue[:] = [other for other in queue if other != i]
             if status is RequestStatus.PREEMPTED:
-                self.waiting.insert(0, i)
+                self.waiting.insert(event.place, i)
             else:
                 (self.finished if status.is_finished else self.running).append(i)
 

@@ -1,6 +1,6 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
 late, grammars that become ready, can't be compiled or fail in the middle, pools that are too small, drafts of which some
-tokens are right. Peers write garbage wherever they may, at each step.
+tokens are right, priorities. Peers write garbage wherever they may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -39,16 +39,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 24),
         block_size=st.sampled_from([1, 2, 4]),
         prefix_caching=st.booleans(),
-        budget=st.integers(1, 24),
-        threshold=st.sampled_from([0, 1, 3, 7]),
+        max_num_batched_tokens=st.integers(1, 24),
+        long_prefill_token_threshold=st.sampled_from([0, 1, 3, 7]),
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "fail"]),
         load_async=st.sampled_from([True, True, False]),
         drafts=st.sampled_from([0, 1, 2, 5]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+        priority_seconds=st.sampled_from([0.001, 1e6]),
     )
-    def begin(
-        self, num_blocks, block_size, prefix_caching, budget, threshold, max_num_seqs, policy, load_async, drafts
-    ):
+    def begin(self, load_async, drafts, num_blocks, block_size, prefix_caching, policy, **options):
         self.connector = FakeConnector(block_size)
         self.connector.load_async = load_async
         self.grammars = FakeGrammars()
@@ -56,13 +56,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks,
             block_size,
             prefix_caching,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=threshold,
-            max_num_seqs=max_num_seqs,
             connector=self.connector,
             grammars=self.grammars,
             kv_load_failure_policy=policy,
             speculative_ngram=drafts,
+            **options,
         )
         self.driver = Driver(self.scheduler)
         self.count = 0
@@ -76,9 +74,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         send=st.booleans(),
         salt=st.sampled_from([None, None, "tenant"]),
         grammar=st.sampled_from([None, None, {"regex": "x"}]),
+        priority=st.integers(-2, 2),
     )
-    def arrive(self, prompt, max_tokens, remote, send, salt, grammar):
+    def arrive(self, prompt, max_tokens, remote, send, salt, grammar, priority):
         request = make_request(f"r{self.count}", prompt, max_tokens, salt, structured_outputs=grammar)
+        request.priority = priority
         self.count += 1
         self.connector.remote[request.request_id] = None if remote is None else min(remote, len(prompt))
         if send:
@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerMachine.steps += 1
             room_wanted = self.connector.room_wanted
             held = bool(self.scheduler.requests and self.scheduler.reclaiming)
-            tokens = {request_id: rng.randrange(VOCABULARY) for request_id in self.scheduler.requests}
+            tokens = {request_id: rng.choice((0, 1, 0, 1, 0, 1, EOS)) for request_id in self.scheduler.requests}
             self.driver.right = rng.randrange(7)
             output = self.driver.step(tokens)
             if held and not output.num_scheduled_tokens and not output.preempted_req_ids:
@@ -171,6 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_invariants()
+            ranks = [*map(self.scheduler._rank, self.scheduler.waiting)]
+            assert ranks == sorted(ranks)
 
     def teardown(self):
         """Nothing more arrives, everything in flight ends: then all requests end and all blocks come back."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from nanopd import LLM, SamplingParams, UserError
+from nanopd.batch import add
+from nanopd.serve.api import parse
 from tests.engine.conftest import reference
 
 
@@ -255,3 +257,22 @@ def test_a_bad_salt_or_a_taken_id_leaves_nothing_behind(llm: LLM):
     llm._ids = iter(map(str, range(99999, 999999)))  # type: ignore[assignment]
     assert not llm.has_unfinished_requests()
     assert not llm.core.scheduler.requests
+
+
+def test_priorities_are_served_in_order_and_refused_without_the_policy(tiny_model: Path):
+    llm = LLM(str(tiny_model), num_blocks=50, max_num_seqs=1, scheduling_policy="priority")
+    outputs = [llm.add_request([1, 2, i], SamplingParams(max_tokens=2), priority=3 - i) for i in range(4)]
+    ended: list[str] = []
+    while llm.has_unfinished_requests():
+        ended += [output.request_id for output in llm.step() if output.finished]
+    assert ended == [output.request_id for output in reversed(outputs)]
+    assert len(llm.generate([[1], [2]], SamplingParams(max_tokens=2), priority=[1, 0])) == 2
+    line = add(llm, SamplingParams(max_tokens=2), {"prompt_token_ids": [1], "priority": 7}).request_id
+    assert llm.core.scheduler.requests[line].priority == 7, "JSONL"
+    assert parse(b'{"prompt": [1], "priority": 7}', False)[0].priority == 7, "HTTP"
+    with pytest.raises(UserError, match="2 prompts, 2 sampling params and 1 priorities"):
+        llm.generate([[1], [2]], SamplingParams(max_tokens=2), priority=[1])
+    with pytest.raises(UserError, match="-1000 to 1000"):
+        llm.generate([[1]], SamplingParams(max_tokens=2), priority=[1001])
+    with pytest.raises(UserError, match="--scheduling-policy priority"):
+        LLM(str(tiny_model), num_blocks=50).generate([[1]], SamplingParams(max_tokens=2), priority=[1])

@@ -90,7 +90,7 @@ def test_messages_survive_the_way_and_are_decoded_strictly():
     item = EngineCoreOutput("id", [5], metrics, [TokenLogprobs(-1.0, 2, [(5, -1.0)])], "error", "why", {"a": None})
     stats = SchedulerStats(1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)
     for message in (
-        Add("id", [1, 2], params, [256], None, transfer, metrics),
+        Add("id", [1, 2], params, [256], None, transfer, -3, metrics),
         Abort(["a"]),
         Inspect(),
         Stop(),
