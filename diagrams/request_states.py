@@ -6,7 +6,7 @@ from nanopd.request import RequestStatus as S
 
 
 def draw() -> Picture:
-    """Four states before the end, two good ends, two that cut it short."""
+    """Five states before the end, two good ends, two that cut it short."""
     p = Picture(
         "The states of a request",
         "Every legal transition between the states of a request, from nanopd.request.TRANSITIONS; anything else "
@@ -14,18 +14,23 @@ def draw() -> Picture:
         "nanopd/request.py: TRANSITIONS",
     )
     places = {
-        S.WAITING: (210, 64, "plain"),
-        S.RUNNING: (560, 64, "a"),
-        S.WAITING_FOR_REMOTE_KVS: (210, 214, "warn"),
-        S.PREEMPTED: (560, 214, "plain"),
-        S.FINISHED_STOPPED: (850, 8, "good"),
-        S.FINISHED_LENGTH: (850, 57, "good"),
-        S.FINISHED_ABORTED: (280, 346, "bad"),
-        S.FINISHED_ERROR: (510, 346, "bad"),
+        S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: (210, 20, "warn"),
+        S.WAITING: (210, 154, "plain"),
+        S.RUNNING: (560, 154, "a"),
+        S.WAITING_FOR_REMOTE_KVS: (210, 304, "warn"),
+        S.PREEMPTED: (560, 304, "plain"),
+        S.FINISHED_STOPPED: (850, 98, "good"),
+        S.FINISHED_LENGTH: (850, 147, "good"),
+        S.FINISHED_ABORTED: (260, 436, "bad"),
+        S.FINISHED_ERROR: (490, 436, "bad"),
     }
-    cut = p.group(40, 296, 740, 82, "cut short: client gone, or an error, at any time")
+    cut = p.group(0, 386, 780, 82, "cut short: client gone, or an error, at any time")
     cut_short = "cut short"
     routes: dict[tuple[S, S | str], Route] = {
+        (S.WAITING, S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR): Route(
+            "t.3", "b.446", "has a grammar\n(S12)", {"side": "left"}
+        ),
+        (S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, S.WAITING): Route("b.554", "t.7", "it is compiled\n(S12)"),
         (S.WAITING, S.RUNNING): Route("r", "l", "scheduled (S4)"),
         (S.WAITING, S.WAITING_FOR_REMOTE_KVS): Route("b.3", "t.39", "remote hit:\nwaits (S5)", {"side": "left"}),
         (S.WAITING_FOR_REMOTE_KVS, S.WAITING): Route("t.61", "b.7", "data is there (S5),\nor given up (S10)"),
@@ -36,10 +41,11 @@ def draw() -> Picture:
         (S.RUNNING, S.FINISHED_LENGTH): Route("r.3", "l", "length", {"at": 0.72}),
     }
     ways = {
-        S.WAITING: ("l", f"t{(52 - 40) / 740}", {"way": "-|"}),
-        S.RUNNING: ("r.8", f"t{(730 - 40) / 740}", {"way": "-|"}),
-        S.WAITING_FOR_REMOTE_KVS: ("b", f"t{(210 - 40) / 740}", {}),
-        S.PREEMPTED: ("b", f"t{(560 - 40) / 740}", {}),
+        S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: ("l", f"t{12 / 780}", {"way": "-|"}),
+        S.WAITING: ("l", f"t{52 / 780}", {"way": "-|"}),
+        S.RUNNING: ("r.8", f"t{730 / 780}", {"way": "-|"}),
+        S.WAITING_FOR_REMOTE_KVS: ("b", f"t{210 / 780}", {}),
+        S.PREEMPTED: ("b", f"t{560 / 780}", {}),
     }
     for state, (start, end, options) in ways.items():
         routes[state, cut_short] = Route(start, end, "", options)

@@ -31,12 +31,13 @@ def scheduler(
     block_size: int = 4,
     max_model_len: int = 1000,
     connector: KVConnectorScheduler | None = None,
+    structured_outputs: Any = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler over a pool of its own. `options`: fields of EngineConfig, such as `max_num_batched_tokens`."""
     prefix_caching = options.get("enable_prefix_caching", True)
     kv = KVCacheManager(num_blocks, block_size, prefix_caching)
-    return Scheduler(EngineConfig(**options), kv, max_model_len, connector)
+    return Scheduler(EngineConfig(**options), kv, max_model_len, connector, structured_outputs)
 
 
 def request(request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **params: Any) -> Request:

@@ -138,7 +138,12 @@ def _run(
                 for output in llm.step():
                     if output.finished:
                         bar.advance(task)
-                        _write(as_row(output), sinks)
+                        row = as_row(output)
+                        if row["finish_reason"] == "error":
+                            failed += 1
+                            console.print(f"request {row['id']}: {row['stop_reason']}")
+                            row = {"id": row["id"], "error": row["stop_reason"]}
+                        _write(row, sinks)
             if interrupted():
                 console.print("Interrupted. What has finished is kept; with --output, --resume goes on from there.")
                 return 130
@@ -187,6 +192,8 @@ def stream(llm: "LLM", output: "RequestOutput") -> str | None:
             shown = len(completion.text)
     llm.abort_requests([output.request_id])
     print(flush=True)
+    if completion.finish_reason == "error":
+        raise UserError(str(completion.stop_reason))
     return None if interrupted() else completion.text
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanopd import __version__
-from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, StructuredOutputsParams, UserError
 from nanopd.serve.config import RouterConfig, ServeConfig
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def _options(config: type[Any]) -> list[inspect.Parameter]:
         kind, default = hints[f.name], _DEFAULTS.get(f.name, f.default)
         if isinstance(default, tuple):
             kind, default = list.__class_getitem__(typing.get_args(kind)[:1]), list(default)
+        elif StructuredOutputsParams in typing.get_args(kind):
+            kind = str | None  # its fields, as JSON
         option = typer.Option(*_NAMES.get(f.name, ()), help=f.metadata["help"])
         keyword = inspect.Parameter.KEYWORD_ONLY
         options.append(inspect.Parameter(f.name, keyword, default=default, annotation=Annotated[kind, option]))

@@ -10,10 +10,13 @@ command line is built from the fields below (their help text becomes `--help`), 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import msgspec
+
 LAYOUTS = ("kv_first", "blocks_first", "cross_layer")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INT64 = 2**63
 _MANY = 2**31 - 1
+MAX_GRAMMAR = 2**16  # bytes of a schema, a regex or a choice: to compile it takes time and memory
 
 
 class UserError(ValueError):
@@ -129,6 +132,32 @@ class KVTransferConfig:
         check(self)
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an output has to look like (rule S12): exactly one of these. Names follow vLLM's StructuredOutputsParams.
+
+    `json` is a JSON schema, as a dict or as text; `json_object` is any JSON object; a `regex` matches the whole output.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> "StructuredOutputsParams":
+        """From what users write: an object of this class, its fields, or those as JSON. Raises UserError."""
+        try:
+            value = msgspec.json.decode(value) if isinstance(value, str) else msgspec.to_builtins(value)
+            params, size = msgspec.convert(value, cls), len(msgspec.json.encode(value))
+        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+            raise UserError(f"structured_outputs: {error}") from None
+        if sum(getattr(params, name) not in (None, False, "", []) for name in cls.__struct_fields__) != 1:
+            raise UserError(f"structured_outputs needs exactly one of {', '.join(cls.__struct_fields__)}.")
+        if size > MAX_GRAMMAR:
+            raise UserError(f"structured_outputs has {size} bytes; at most {MAX_GRAMMAR} are allowed.")
+        return params
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose the next token of one request, and when to stop. Names and defaults follow vLLM's SamplingParams.
@@ -155,9 +184,15 @@ class SamplingParams:
     frequency_penalty: float = opt(0.0, "The same, times how often they appeared.", -2.0, 2.0)
     logprobs: int | None = opt(None, "Return the log-probabilities of this many best tokens (with --json).", 0, 100)
     skip_special_tokens: bool = opt(True, "Leave special tokens out of the text.")
+    structured_outputs: StructuredOutputsParams | None = opt(
+        None,
+        'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXTS]} or {"json_object": true}.',
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         for name, kind in (("stop", str), ("stop_token_ids", int)):  # one, or a list, is as good as a tuple
             value = getattr(self, name)
             values = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, (list, tuple)) else ()

@@ -21,6 +21,7 @@ class RequestStatus(enum.Enum):
     """Where a request stands. Those from FINISHED_STOPPED on are final."""
 
     WAITING = "waiting"
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = "waiting for grammar"
     WAITING_FOR_REMOTE_KVS = "waiting for remote KVs"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -37,9 +38,11 @@ class RequestStatus(enum.Enum):
 _S = RequestStatus
 FINISHED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR})
 _CUT_SHORT = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+BLOCKED = frozenset({_S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, _S.WAITING_FOR_REMOTE_KVS})  # until promoted
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _S.WAITING: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
+    _S.WAITING: frozenset({_S.RUNNING}) | BLOCKED | _CUT_SHORT,
+    _S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted: it is compiled
     _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted, or given up: compute it here
     _S.RUNNING: frozenset({_S.PREEMPTED}) | FINISHED,
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
@@ -93,7 +96,7 @@ class Request:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token.
         sampling_params: `seed` is set by whoever makes the request, so that a preemption changes no token.
-        eos_token_ids: tokens that end the output unless `ignore_eos`.
+        eos_token_ids: tokens that end the output unless `ignore_eos`. The end of a grammar is one in any case (S12).
         cache_salt: only requests with the same salt share cached blocks (rule K2).
         kv_transfer_params: for the connector; the scheduler does not look inside.
         priority: lower is more urgent; counts with the scheduling policy `priority`.
@@ -111,7 +114,8 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
-        self.eos_token_ids = frozenset(() if sampling_params.ignore_eos else eos_token_ids)
+        goes_on = sampling_params.ignore_eos and sampling_params.structured_outputs is None
+        self.eos_token_ids = frozenset(() if goes_on else eos_token_ids)
         self.stop_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params

@@ -4,8 +4,15 @@
 # were computed elsewhere. When their data arrives, the script decides.
 
 # %%
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
 from nanopd.connector.base import KVConnectorScheduler
 from nanopd.core.output import KVConnectorOutput
+from nanopd.engine.structured_output import StructuredOutputManager
 from nanopd.request import RequestStatus
 from nanopd_lessons import drive, show
 
@@ -289,6 +296,71 @@ drive.step(s, transfers=KVConnectorOutput(finished_recving={"A", "B"}))
 s._ensure_progress = lambda lookups_pending: None
 for _ in range(50):
     assert not drive.step(s).num_scheduled_tokens, "for ever"
+
+# %% [markdown]
+# ## The grammar is not ready
+# Now the real `StructuredOutputManager`, with a tokenizer in which token b is byte b and 299 ends a text. A's output must be
+# two or three digits. A thread compiles that; the first step does not wait for it. B runs past.
+
+# %%
+directory = tempfile.TemporaryDirectory()
+manager = StructuredOutputManager(drive.byte_tokenizer(Path(directory.name)), vocab_size=300, eos_token_ids=[299])
+s = drive.scheduler(num_blocks=16, structured_outputs=manager)
+a = drive.request("A", 8, stop_token_ids=[299], structured_outputs={"regex": "[0-9]{2,3}"})
+b = drive.request("B", 8, max_tokens=200)
+for r in (a, b):
+    s.add_request(r)
+plan = drive.step(s)
+assert plan.num_scheduled_tokens == {"B": 8} and ids(s.skipped_waiting) == ["A"] and "A" not in s.kv.tables
+assert a.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+show.queues(s, "B has passed")
+
+# %% [markdown]
+# Some step later it is compiled. A is promoted and computes its prompt like any other. Its plan brings a bitmask: 300 bits,
+# of which those of the ten digits are set. B has no grammar, and none.
+
+
+# %%
+def allowed(plan):
+    (bitmask,) = plan.grammar_bitmask["A"]
+    return np.flatnonzero(np.unpackbits(np.frombuffer(bitmask, np.uint8), bitorder="little")).tolist()
+
+
+while "A" in s.compiling:
+    drive.step(s)
+    time.sleep(0.01)
+plan = s.schedule()
+assert plan.num_scheduled_tokens == {"B": 1, "A": 8} and plan.grammar_bitmask.keys() == {"A"}
+print("allowed first:", allowed(plan))
+assert allowed(plan) == list(b"0123456789")
+drive.finish_step(s, plan, {"A": ord("4")})
+
+# %% [markdown]
+# After two digits the text may end, or go on. Then A is preempted, and comes back with its tokens. The matcher stands where
+# it stood.
+
+# %%
+drive.step(s, {"A": ord("2")})
+s.take_back(s.schedule())  # a step that does not run preempts everyone in it
+assert a.status is RequestStatus.PREEMPTED and a.num_computed_tokens == 0
+plan = s.schedule()
+print("allowed after 42:", allowed(plan))
+assert allowed(plan) == [*b"0123456789", 299]
+drive.finish_step(s, plan, {"A": 299})
+assert a.status is RequestStatus.FINISHED_STOPPED and bytes(a.token_ids[8:-1].tolist()) == b"42"
+
+# %% [markdown]
+# A grammar that cannot be used ends its request alone, with the library's reason.
+
+# %%
+wrong = drive.request("W", 8, structured_outputs={"json": {"type": "integer", "minimum": 5, "maximum": 3}})
+s.add_request(wrong)
+while wrong.status is not RequestStatus.FINISHED_ERROR:
+    drive.step(s)
+    time.sleep(0.01)
+print(wrong.stop_reason)
+assert "minimum (5) is greater than maximum (3)" in wrong.stop_reason and b.status is RequestStatus.RUNNING
+manager.close()
 
 # %% [markdown]
 # ## Check yourself

@@ -49,6 +49,9 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # drafts, among those scheduled
     num_common_prefix_blocks: int = 0
+    grammar_bitmask: dict[str, list[bytes]] = field(
+        default_factory=dict
+    )  # what grammars allow: next, and after each draft (S12)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     lost_req_ids: set[str] = field(default_factory=set)  # alive, but the worker must forget them: see `take_back`
@@ -113,6 +116,7 @@ class SchedulerStats:
     num_running: int
     num_waiting: int  # among them those that load
     num_loading: int  # WAITING_FOR_REMOTE_KVS
+    num_compiling: int  # WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, and their grammar is not ready
     num_reclaiming: int  # ended or given up, with blocks that a peer may still touch
     kv_cache_usage: float
     num_preemptions: int

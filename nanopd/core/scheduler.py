@@ -9,7 +9,7 @@ waiting ones. A chunk of a long prompt, a decode (one token) and a prefix hit ar
                      ^                              '--> step_skipped_waiting --.
                      '----------------- end of the step -----------------------'
 
-It knows nothing about tensors, text or sockets. Rules S1-S11; lessons 04, 05 and 06.
+It knows nothing about tensors, text or sockets. Rules S1-S12; lessons 04, 05 and 06.
 """
 
 import time
@@ -31,11 +31,12 @@ from nanopd.core.output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from nanopd.request import Request, RequestStatus
+from nanopd.request import BLOCKED, Request, RequestStatus
 from nanopd.trace.events import Arrived, Moved, Planned, Sampled, Skipped, Stepped, ignore
 
 if TYPE_CHECKING:
     from nanopd.connector.base import KVConnectorScheduler
+    from nanopd.engine.structured_output import StructuredOutputManager
 
 
 class Scheduler:
@@ -47,6 +48,7 @@ class Scheduler:
         max_model_len: longest prompt + output; lowered to what the pool can hold, so that one request alone can
             always finish (rule S9).
         connector: asked for tokens that were computed elsewhere; None: nothing comes from elsewhere.
+        structured_outputs: compiles grammars and says which tokens they allow; None: no request may have one.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class Scheduler:
         kv: KVCacheManager,
         max_model_len: int,
         connector: "KVConnectorScheduler | None" = None,
+        structured_outputs: "StructuredOutputManager | None" = None,
     ) -> None:
         self.config = config
         self.kv, self.trace = kv, kv.trace
         self.max_model_len = min(max_model_len, len(kv.pool.blocks) * kv.block_size)
-        self.connector = connector
+        self.connector, self.structured_outputs = connector, structured_outputs
 
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []
@@ -67,6 +70,7 @@ class Scheduler:
         self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
         self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
+        self.compiling: set[str] = set()  # ids whose grammar is not ready (rule S12)
         self.reclaiming: set[str] = set()  # ended or given up, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
@@ -95,6 +99,12 @@ class Scheduler:
         if self.trace is not ignore:
             most = request.sampling_params.max_tokens
             self.trace(Arrived(request.request_id, request.token_ids.tolist(), most, place))
+        if request.sampling_params.structured_outputs:
+            assert self.structured_outputs, "nobody compiles grammars here"
+            self.structured_outputs.start(request)
+            self.compiling.add(request.request_id)
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self._trace_move(request, "S12")
 
     def _rank(self, request: Request) -> float:
         """Who ranks lowest goes first, and is preempted last. FCFS: all rank the same, and queues keep their order.
@@ -146,6 +156,8 @@ class Scheduler:
                     num_drafts = max(0, request.num_computed_tokens - request.num_tokens)
                     del request.spec_token_ids[num_drafts:]  # S2 has cut these
                     output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids
+                if self.structured_outputs and request.num_computed_tokens >= request.num_tokens:
+                    output.grammar_bitmask |= self.structured_outputs.bitmask(request)
             if self.trace is not ignore:
                 planned = output.num_scheduled_tokens.items()
                 plan = [(i, self.requests[i].num_computed_tokens - n, n) for i, n in planned]
@@ -227,7 +239,7 @@ class Scheduler:
                 queues = [queue for queue in (self.skipped_waiting, self.waiting) if queue]
                 queue = min(queues, key=lambda queue: self._rank(queue[0]))  # FCFS: skipped_waiting, if there is any
                 request = queue[0]
-                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not self._try_promote(request):
+                if request.status in BLOCKED and not self._try_promote(request):
                     step_skipped_waiting.append(queue.popleft())
                     continue
 
@@ -299,7 +311,14 @@ class Scheduler:
         self.waiting.insert(place, request)
 
     def _try_promote(self, request: Request) -> bool:
-        """S5: has the data come? Then the request is WAITING again, with its blocks and computed tokens."""
+        """Is what it waits for here? Its grammar (S12), or its data: then it is WAITING, with its blocks and computed
+        tokens (S5)."""
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            if request.request_id in self.compiling:
+                return False
+            request.status = RequestStatus.WAITING
+            self._trace_move(request, "S12")
+            return True
         if request.request_id not in self.finished_recving_kv_req_ids:
             return False
         self.finished_recving_kv_req_ids.remove(request.request_id)
@@ -333,7 +352,7 @@ class Scheduler:
         """
         if self.reclaiming and self.connector:
             self.connector.make_room()
-        if self.loading or self.reclaiming or lookups_pending:
+        if self.loading or self.reclaiming or self.compiling or lookups_pending:
             return
         for request in reversed([*self.skipped_waiting, *self.waiting]):
             if request.request_id in self.kv.tables:
@@ -350,7 +369,11 @@ class Scheduler:
         news: list[EngineCoreOutput] = []
         stopped: set[str] = set()
         now = time.monotonic()
-        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not aborted since
+        if self.structured_outputs:
+            for request_id, error in self.structured_outputs.get_finished().items():
+                self.compiling.discard(request_id)
+                news += self._fail(request_id, error) if error else []
+        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not ended since
         ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
         self.trace(Sampled(sampled))
         for request_id, status in ends.items():
@@ -404,7 +427,9 @@ class Scheduler:
     def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
         """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
         params = request.sampling_params
-        if token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens:
+        # With a grammar, an EOS so early has passed the sampler because nothing else was allowed (S12).
+        ended = params.structured_outputs and token_id in request.eos_token_ids
+        if ended or (token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens):
             request.stop_reason = None if token_id in request.eos_token_ids else token_id
             return RequestStatus.FINISHED_STOPPED
         if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
@@ -427,14 +452,18 @@ class Scheduler:
                 elif self.config.kv_load_failure_policy == "recompute":
                     self._forget_external_tokens(request)
                 else:
-                    request.stop_reason = "its KV cache could not be loaded from the remote engine"
-                    self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
-                    reason = RequestStatus.FINISHED_ERROR.value, request.stop_reason
-                    news.append(EngineCoreOutput(request_id, [], request.metrics, None, *reason))
+                    news += self._fail(request_id, "its KV cache could not be loaded from the remote engine")
             elif request_id in self.reclaiming and request_id not in output.given_up:
                 self.reclaiming.remove(request_id)
                 self.kv.free(reclaimed(request_id))
         return news
+
+    def _fail(self, request_id: str, why: str) -> list[EngineCoreOutput]:
+        """Ends one request with an error that its client sees."""
+        request, status = self.requests[request_id], RequestStatus.FINISHED_ERROR
+        request.stop_reason = why
+        self.finish_requests([request_id], status)
+        return [EngineCoreOutput(request_id, [], request.metrics, None, status.value, why)]
 
     def _release(self, request: Request) -> dict[str, object] | None:
         """Forgets an ended request and frees its blocks, unless a peer may still touch them (rule P4)."""
@@ -449,6 +478,9 @@ class Scheduler:
             delay_free = delay_free and request_id in self.kv.tables
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
+        self.compiling.discard(request_id)
+        if self.structured_outputs:
+            self.structured_outputs.forget(request_id)
         if delay_free or still_loading:
             self.kv.quarantine(request_id)
             self.reclaiming.add(request_id)
@@ -471,9 +503,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        now = len(self.running), num_waiting, len(self.loading), len(self.reclaiming), self.kv.usage
+        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
-        return SchedulerStats(*now, *counts, self._num_drafts, self._num_accepted)
+        drafts = self._num_drafts, self._num_accepted
+        return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *drafts)
 
     def check_invariants(self) -> None:
         """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""
@@ -485,6 +518,8 @@ class Scheduler:
         assert not any(r.status is RequestStatus.RUNNING or r.status.is_finished for r in waiting), f"{waiting}"
         remote = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         assert remote == self.loading | self.finished_recving_kv_req_ids
+        blocked = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
+        assert self.compiling <= blocked, f"compiling {self.compiling}, blocked {blocked}"
         if not self.requests and not self.reclaiming:
             assert self.kv.pool.num_free_blocks == len(self.kv.pool.blocks), (
                 "nothing is unfinished, yet blocks are held"

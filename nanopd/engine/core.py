@@ -16,6 +16,7 @@ from nanopd.config import EngineConfig, KVTransferConfig
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
+from nanopd.engine.structured_output import StructuredOutputManager
 from nanopd.models.config import require
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
@@ -75,7 +76,8 @@ class EngineCore:
 
             scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
         self.connector = worker_half
-        self.scheduler = Scheduler(config, kv, self.max_model_len, scheduler_half)
+        self.structured_outputs = StructuredOutputManager(self.model_path, model.vocab_size, model.eos_token_ids)
+        self.scheduler = Scheduler(config, kv, self.max_model_len, scheduler_half, self.structured_outputs)
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
         if self.device == "cuda":
             self.runner.capture_graphs()
@@ -123,6 +125,7 @@ class EngineCore:
         return self.scheduler.stats(), self.connector.stats() if self.connector else None
 
     def close(self) -> None:
-        """Lets go of what other processes see of this engine."""
+        """Lets go of what other processes see of this engine, and of its threads."""
+        self.structured_outputs.close()
         if self.connector:
             self.connector.close()

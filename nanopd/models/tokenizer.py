@@ -43,6 +43,10 @@ class Tokenizer:
         """Text of `ids`; bytes that are not UTF-8 (yet) come out as U+FFFD, ids without a token as nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def to_json(self) -> str:
+        """What a tokenizer.json holds, for libraries that read one."""
+        return str(self._backend.to_str())
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a chat, up to where the assistant's answer begins. messages: {"role": …, "content": …} each.
 

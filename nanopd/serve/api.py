@@ -42,9 +42,9 @@ _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _SAMPLING = SamplingParams.__dataclass_fields__.keys()
 _IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
 # What would change the answer, and is not here; and the values with which it asks for nothing.
-_UNSUPPORTED = ["tools", "tool_choice", "functions", "function_call", "response_format", "logit_bias", "modalities"]
+_UNSUPPORTED = ["tools", "tool_choice", "functions", "function_call", "logit_bias", "modalities"]
 _UNSUPPORTED += ["suffix", "echo", "best_of"]
-_NOTHING: tuple[Any, ...] = ([], {}, "", False, "none", "auto", {"type": "text"}, ["text"])
+_NOTHING: tuple[Any, ...] = ([], {}, "", False, "none", "auto", ["text"])
 
 
 class ApiError(Exception):
@@ -108,10 +108,21 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
         if not isinstance(wanted, bool) or (top and not wanted):
             raise ApiError(400, "logprobs must be true or false, and true with top_logprobs.", param="logprobs")
         given |= {"logprobs": top} if wanted else {}
+    match given.pop("response_format", {"type": "text"}):
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            given["structured_outputs"] = {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            given["structured_outputs"] = {"json": schema}
+        case other:
+            wanted = "type text, json_object, or json_schema with a json_schema that has a schema"
+            raise ApiError(400, f"response_format is {other}; it must have {wanted}.", param="response_format")
     sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
     body = msgspec.convert(given, Body)
     if body.kv_transfer_params.get("do_remote_decode"):
         sampling.pop("min_tokens", None)  # Mooncake's proxy leaves it in when it asks a prefill node for one token
+        sampling.pop("structured_outputs", None)  # and that token is thrown away
     return body, sampling
 
 
@@ -143,7 +154,8 @@ class Answer:
         for index, (num_chars, since) in self.sent.items():
             c = self.completions[index]
             if c.finish_reason == "error":
-                raise ApiError(503, str(c.stop_reason), "engine_error")
+                why = str(c.stop_reason)
+                raise ApiError(400 if why.startswith("structured_outputs:") else 503, why, "engine_error")
             if c.finish_reason is None and len(c.text) == num_chars:
                 continue
             self.sent[index] = len(c.text), len(c.token_ids)

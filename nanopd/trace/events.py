@@ -47,7 +47,9 @@ class Moved(RequestEvent):
     running                   from its queue to the end of `running` (S4)
     preempted                 to the front of `waiting`, or to `place`: S3 case A, B or C; S8 when a step was taken back
     waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
-    waiting                   promoted: the data is there (S5); or nothing will come, it is computed here (S10)
+    waiting for grammar       at its arrival: its grammar is being compiled (S12)
+    waiting                   promoted: the data (S5) or the grammar (S12) is there; or nothing will come, it is computed
+                              here (S10)
     stop, length, abort, error
     """
 
@@ -96,7 +98,8 @@ class Quarantined(RequestEvent):
 
 
 class Skipped(Event):
-    """To the front of `skipped_waiting` (S6): their data is on its way (S5), or the connector does not know yet (S4)."""
+    """To the front of `skipped_waiting` (S6): their data is on its way (S5), their grammar is being compiled (S12), or the
+    connector does not know yet (S4)."""
 
     request_ids: list[str]
 

@@ -46,7 +46,7 @@ def why(header: Header, events: Sequence[Event], state: State) -> tuple[dict[str
                 got |= {i: f"{what} S2 cut" for i, what in got.items() if what[0] == "+" and i not in token_ids}
                 got |= {i: f"{got[i]} gave {len(ids)}" for i, ids in token_ids.items() if len(ids) > 1 and i in got}
             case Skipped(request_ids):
-                got |= dict.fromkeys(request_ids, "S5 not there yet")
+                got |= dict.fromkeys(request_ids, "S6 not ready yet")
             case Refused(i):
                 others = f"S4 no blocks for {i}"
             case Moved(i, status, rule=rule) if rule:

@@ -148,7 +148,8 @@ class ModelRunner:
             hidden_states = self._model_forward(input_ids, positions, execution)
             sample_hidden_states = hidden_states[logits_indices]
             if num_logits:
-                output = self._sample(self.model.compute_logits(sample_hidden_states), inputs)
+                logits = self.model.compute_logits(sample_hidden_states)
+                output = self._sample(logits, inputs, scheduler_output.grammar_bitmask)
         if self.connector:
             output.kv_connector_output = self.connector.get_finished()
         return output
@@ -265,7 +266,7 @@ class ModelRunner:
             return hidden_states
         return self.model(input_ids, positions, self.context.attend)
 
-    def _sample(self, logits: Tensor, inputs: StepInputs) -> ModelRunnerOutput:
+    def _sample(self, logits: Tensor, inputs: StepInputs, grammar_bitmask: dict[str, list[bytes]]) -> ModelRunnerOutput:
         """Chooses tokens from logits [S + drafts, vocab_size], and writes them into the tables for the next step to find.
 
         A request with drafts is sampled at each of their positions as if those before it were true; `verify` says how many
@@ -276,10 +277,10 @@ class ModelRunner:
         batch = list(zip(request_ids, rows.tolist(), self.num_tokens[rows].tolist(), inputs.num_draft_tokens.tolist()))
         sampling_rows = []
         for request_id, row, num_tokens, num_drafts in batch:
-            r = self.requests[request_id]
+            r, masks = self.requests[request_id], iter(grammar_bitmask.get(request_id, ()))
             for n in range(num_tokens, num_tokens + num_drafts + 1):
-                tokens = self.token_ids[row, :n]
-                sampling_rows.append(SamplingRow(r.sampling_params, tokens, r.num_prompt_tokens, r.stop_token_ids))
+                about = r.sampling_params, self.token_ids[row, :n], r.num_prompt_tokens, r.stop_token_ids
+                sampling_rows.append(SamplingRow(*about, next(masks, None)))
         token_ids, logprobs = sample(logits, sampling_rows)
         output, start = ModelRunnerOutput({}), 0
         for request_id, row, num_tokens, num_drafts in batch:

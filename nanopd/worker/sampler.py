@@ -1,7 +1,7 @@
 """From logits to tokens, for the whole batch at once.
 
-Order: log-probabilities are taken from the raw logits; then `min_tokens`, penalties, temperature, min-p, top-k, top-p,
-and one draw. Greedy rows take the best token after the penalties.
+Order: log-probabilities are taken from the raw logits; then grammars, `min_tokens`, penalties, temperature, min-p, top-k,
+top-p, and one draw. Greedy rows take the best token after the penalties.
 
 A draw turns one uniform number u into a token by inverting the cumulative distribution. u is a hash of the request's
 seed and the position in its output: no generator has a state, so neither batch mates nor a preemption can change what a
@@ -31,6 +31,7 @@ class SamplingRow:
     token_ids: np.ndarray  # int64 [prompt + output so far]
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
+    grammar_bitmask: bytes | None = None  # a bit for each token, from the lowest: what its grammar allows now (S12)
 
     @property
     def num_output_tokens(self) -> int:
@@ -52,6 +53,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
     """
     want_logprobs = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw_logprobs = logits[want_logprobs].log_softmax(dim=-1) if want_logprobs else logits
+    _apply_grammars(logits, rows)
     _forbid_early_stop(logits, rows)
     _apply_penalties(logits, rows)
 
@@ -112,11 +114,24 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow], truncate: bool) -> Tensor
     return (index if order is None else order.gather(1, index)).squeeze(1)
 
 
+def _apply_grammars(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """No token that a request's grammar does not allow."""
+    masks = {i: row.grammar_bitmask for i, row in enumerate(rows) if row.grammar_bitmask is not None}
+    if masks:
+        bits = np.stack([np.frombuffer(mask, np.uint8) for mask in masks.values()])
+        allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little")
+        forbidden = torch.from_numpy(allowed == 0).to(logits.device)
+        logits[list(masks)] = logits[list(masks)].masked_fill(forbidden, -torch.inf)
+
+
 def _forbid_early_stop(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """No token that would end a request before its `min_tokens`."""
+    """No token that would end a request before its `min_tokens`, unless its grammar allows nothing else (S12)."""
     for i, row in enumerate(rows):
         if row.num_output_tokens < row.params.min_tokens and row.stop_token_ids:
-            logits[i, [t for t in row.stop_token_ids if t < logits.shape[-1]]] = -torch.inf
+            others = logits[i].clone()
+            others[[t for t in row.stop_token_ids if t < logits.shape[-1]]] = -torch.inf
+            if row.grammar_bitmask is None or others.isfinite().any():
+                logits[i] = others
 
 
 def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -72,6 +72,8 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["generate", "--model", "~nobody/x", "x"], 2, "~nobody/x"),
         (["generate", "--model", "x" * 5000, "x"], 2, "name of the model"),
         (["chat", "--n", "2"], 2, "--n 1"),
+        (["generate", "--structured-outputs", "{", "x"], 2, "structured_outputs: "),
+        (["generate", "--structured-outputs", '{"regex": "a", "choice": ["b"]}', "x"], 2, "exactly one of json"),
         (["bench", "offline", "--requests", "0"], 2, "--requests"),
         (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
@@ -134,6 +136,24 @@ def test_a_batch_of_good_and_bad_lines(options: Sequence[str], tmp_path: Path):
     for number in (4, 9, 13):
         assert f"line {number}: " in done.stderr
     assert done.stdout == ""
+
+
+def test_structured_outputs(options: Sequence[str], tmp_path: Path):
+    """S12: a grammar that cannot be used is known when it is compiled. Its line gets an error, the others go on."""
+    wishes = [{"choice": ["yes"]}, {"regex": "("}, None]
+    lines = [{"id": f"r{i}", "prompt": "x", "structured_outputs": wish} for i, wish in enumerate(wishes)]
+    path, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = ["generate", *options, "--max-tokens", "4"]
+    for resume in ([], ["--resume"]):
+        done = nanopd(*command, "--input", str(path), "--output", str(out), *resume)
+        assert done.returncode == 1 and "request r1: structured_outputs: " in done.stderr
+        answers = {row["id"]: row for row in rows(out.read_text())}
+        assert answers.keys() == {"r0", "r1", "r2"}
+        assert answers["r0"]["text"] == "yes" and "unclosed group" in answers["r1"]["error"]
+    done = nanopd(*command, "--structured-outputs", '{"choice": ["no"]}', "x")
+    assert (done.returncode, done.stdout) == (0, "no\n"), done.stderr
+    done = nanopd(*command, "--structured-outputs", '{"regex": "("}', "x")
+    assert done.returncode == 2 and "unclosed group" in done.stderr
 
 
 def test_a_broken_line_takes_no_id_from_a_good_one(options: Sequence[str], tmp_path: Path):

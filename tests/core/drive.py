@@ -56,16 +56,43 @@ class FakeConnector(KVConnectorScheduler):
         self.room_wanted += 1
 
 
+class FakeGrammars:
+    """Compiles when the test says so. Allows every token, until the test says that a matcher has failed."""
+
+    def __init__(self) -> None:
+        self.alive: set[str] = set()
+        self.news: dict[str, str | None] = {}  # reported with the next step: None is ready, a text is why not
+        self.asked: list[str] = []
+
+    def start(self, request: Request) -> None:
+        self.alive.add(request.request_id)
+
+    def get_finished(self) -> dict[str, str | None]:
+        news, self.news = self.news, {}
+        return news
+
+    def bitmask(self, request: Request) -> dict[str, list[bytes]]:
+        if request.request_id not in self.alive:
+            return {}
+        self.asked.append(request.request_id)
+        return {request.request_id: [b"\xff"]}
+
+    def forget(self, request_id: str) -> None:
+        self.alive.discard(request_id)
+        self.news.pop(request_id, None)
+
+
 def make_scheduler(
     num_blocks: int = 64,
     block_size: int = 4,
     prefix_caching: bool = True,
     max_model_len: int = 1000,
     connector: KVConnectorScheduler | None = None,
+    grammars: Any = None,
     **options: Any,
 ) -> Scheduler:
     kv = KVCacheManager(num_blocks, block_size, prefix_caching)
-    return Scheduler(EngineConfig(**options), kv, max_model_len, connector)
+    return Scheduler(EngineConfig(**options), kv, max_model_len, connector, grammars)
 
 
 def make_request(
@@ -202,7 +229,10 @@ class Driver:
         sampled = {}
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
-            if request.num_computed_tokens >= request.num_tokens:
+            samples = request.num_computed_tokens >= request.num_tokens
+            masked = samples and request.sampling_params.structured_outputs is not None
+            assert (request_id in output.grammar_bitmask) == masked, "S12: a mask where something is sampled"
+            if samples:
                 self.next_token += 1
                 drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
                 right = drafts[: self.right]

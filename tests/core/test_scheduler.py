@@ -1,11 +1,11 @@
-"""Rules S1-S11, one test or more for each."""
+"""Rules S1-S12, one test or more for each."""
 
 import pytest
 
 from nanopd.config import UserError
-from nanopd.core.output import KVConnectorOutput
+from nanopd.core.output import KVConnectorOutput, ModelRunnerOutput
 from nanopd.request import TRANSITIONS, Request, RequestStatus
-from tests.core.drive import Driver, FakeConnector, make_request, make_scheduler
+from tests.core.drive import Driver, FakeConnector, FakeGrammars, make_request, make_scheduler
 
 
 def start(*requests: Request, **options: object) -> Driver:
@@ -487,7 +487,18 @@ def test_a_remote_load_that_built_on_a_failed_step_is_computed_here():
 # ------------------------------------------------------------------ ends
 
 
-@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "loading", "loaded"])
+GRAMMAR = {"regex": "x"}
+
+
+def with_grammar(*requests: Request, **options: object) -> tuple[Driver, FakeGrammars]:
+    grammars = FakeGrammars()
+    scheduler = make_scheduler(grammars=grammars, **options)
+    for request in requests:
+        scheduler.add_request(request)
+    return Driver(scheduler), grammars
+
+
+@pytest.mark.parametrize("state", ["waiting", "compiling", "running", "preempted", "loading", "loaded"])
 def test_abort_in_every_state_frees_everything(state: str):
     if state in ("loading", "loaded"):
         driver, _, request = remote(10)
@@ -498,6 +509,10 @@ def test_abort_in_every_state_frees_everything(state: str):
     elif state == "preempted":
         driver, (_, _, request) = fill()
         driver.step()
+    elif state == "compiling":
+        request = make_request("x", 4, structured_outputs=GRAMMAR)
+        driver, grammars = with_grammar(request)
+        driver.step()
     else:
         request = make_request("x", 4)
         driver = start(request)
@@ -505,6 +520,7 @@ def test_abort_in_every_state_frees_everything(state: str):
             driver.step()
     driver.scheduler.finish_requests([request.request_id, "unknown"])
     assert request.status is RequestStatus.FINISHED_ABORTED
+    assert state != "compiling" or not (grammars.alive or driver.scheduler.compiling)
     if state == "loading":  # P4: the peer may still write; the blocks wait for its word
         assert driver.scheduler.kv.pool.num_free_blocks < 64
         driver.transfers = KVConnectorOutput(failed_recving={"r"})
@@ -524,6 +540,91 @@ def test_p4_blocks_that_are_being_sent_stay_until_the_worker_says_so():
     driver.transfers = KVConnectorOutput(finished_sending={"a"})
     driver.step()
     assert driver.scheduler.kv.pool.num_free_blocks == 64
+
+
+def test_s12_a_request_whose_grammar_is_not_ready_is_passed_and_goes_first_when_it_is():
+    a, b = make_request("a", structured_outputs=GRAMMAR), make_request("b")
+    driver, grammars = with_grammar(a, b, max_num_seqs=2)
+    assert driver.step().num_scheduled_tokens == {"b": 8}
+    assert a.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert list(driver.scheduler.skipped_waiting) == [a] and not driver.scheduler.kv.get_block_ids("a")
+    driver.scheduler.add_request(make_request("c"))
+    grammars.news["a"] = None
+    driver.step()  # reported at the end of this step, in which c has taken the seat
+    assert a.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert driver.scheduler.stats().num_compiling == 0
+    driver.scheduler.finish_requests(["c"])
+    driver.scheduler.add_request(make_request("d"))
+    output = driver.step()
+    assert output.num_scheduled_tokens == {"b": 1, "a": 8} and output.grammar_bitmask.keys() == {"a"}
+    assert [status for _, status in a.metrics.history] == ["waiting", "waiting for grammar", "waiting", "running"]
+
+
+def test_s12_a_mask_only_in_the_step_that_samples():
+    driver, grammars = with_grammar(make_request("a", 10, structured_outputs=GRAMMAR), max_num_batched_tokens=4)
+    grammars.news["a"] = None
+    driver.step()
+    assert [sorted(driver.step().grammar_bitmask) for _ in range(4)] == [[], [], ["a"], ["a"]]
+
+
+def test_s12_a_grammar_that_cannot_be_used_ends_its_request_alone():
+    a, b = make_request("a", structured_outputs=GRAMMAR), make_request("b")
+    driver, grammars = with_grammar(a, b)
+    grammars.news["a"] = "too large"
+    driver.step()
+    assert driver.reasons == {"a": "error"} and a.stop_reason == "too large" and not grammars.alive
+    driver.run()
+    assert driver.reasons == {"a": "error", "b": "length"}
+
+
+def test_s12_a_matcher_that_fails_ends_its_request_without_the_token_of_that_step():
+    a, b = make_request("a", max_tokens=9, structured_outputs=GRAMMAR), make_request("b", max_tokens=9)
+    driver, grammars = with_grammar(a, b)
+    grammars.news["a"] = None
+    driver.step()
+    driver.step()
+    before = list(driver.outputs["a"])
+    grammars.alive.remove("a")  # no mask, and the reason follows
+    grammars.news["a"] = "too many states"
+    output = driver.scheduler.schedule()
+    driver.take(driver.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7], "b": [7]})))
+    assert driver.outputs["a"] == before and driver.reasons == {"a": "error"} and driver.outputs["b"][-1] == 7
+    driver.scheduler.check_invariants()
+
+
+def test_s11_waiting_for_a_grammar_is_no_dead_end():
+    driver, grammars = with_grammar(make_request("a", structured_outputs=GRAMMAR))
+    for _ in range(5):
+        assert not driver.step().num_scheduled_tokens
+    grammars.news["a"] = None
+    driver.run()
+    assert driver.reasons == {"a": "length"}
+
+
+def test_s12_a_compiled_request_behind_a_head_without_blocks_does_not_look_like_something_in_flight():
+    """A grammar that is ready brings nothing more by itself: somebody has to give way (S10)."""
+    connector, grammars = FakeConnector(), FakeGrammars()
+    scheduler = make_scheduler(num_blocks=4, connector=connector, grammars=grammars)
+    connector.remote = {"a": 8, "b": 8}
+    for request in (make_request("a", 9), make_request("b", 9), make_request("g", 4, structured_outputs=GRAMMAR)):
+        scheduler.add_request(request)
+    driver = Driver(scheduler)
+    driver.step()
+    grammars.news["g"] = None
+    driver.transfers = KVConnectorOutput(finished_recving={"a", "b"})
+    driver.step()
+    driver.run(50)
+    assert driver.reasons.keys() == {"a", "b", "g"}
+
+
+def test_s12_a_finished_grammar_ends_the_request_before_min_tokens_and_with_ignore_eos():
+    early = make_request("a", max_tokens=9, min_tokens=5, ignore_eos=True, structured_outputs=GRAMMAR)
+    plain = make_request("b", max_tokens=9, min_tokens=5)
+    driver, grammars = with_grammar(early, plain)
+    grammars.news["a"] = None
+    driver.step()
+    driver.step({"a": 2, "b": 2})
+    assert driver.reasons == {"a": "stop"} and early.stop_reason is None
 
 
 def test_stop_tokens_and_min_tokens():

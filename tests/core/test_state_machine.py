@@ -1,6 +1,6 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
-late, pools that are too small, drafts of which some tokens are right, priorities. Peers write garbage wherever they
-may, at each step.
+late, grammars that become ready, can't be compiled or fail in the middle, pools that are too small, drafts of which some
+tokens are right, priorities. Peers write garbage wherever they may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from nanopd.config import UserError
 from nanopd.core.output import KVConnectorOutput
-from tests.core.drive import Driver, FakeConnector, make_request, make_scheduler
+from tests.core.drive import Driver, FakeConnector, FakeGrammars, make_request, make_scheduler
 
 VOCABULARY = 3  # few different tokens, so that prefixes meet
 EOS = 2
@@ -51,11 +51,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, load_async, drafts, num_blocks, block_size, prefix_caching, policy, **options):
         self.connector = FakeConnector(block_size)
         self.connector.load_async = load_async
+        self.grammars = FakeGrammars()
         self.scheduler = make_scheduler(
             num_blocks,
             block_size,
             prefix_caching,
             connector=self.connector,
+            grammars=self.grammars,
             kv_load_failure_policy=policy,
             speculative_ngram=drafts,
             **options,
@@ -71,10 +73,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         remote=st.sampled_from([30, 30, 9, 1, 0, None]),  # most have something elsewhere, and many all of it
         send=st.booleans(),
         salt=st.sampled_from([None, None, "tenant"]),
+        grammar=st.sampled_from([None, None, {"regex": "x"}]),
         priority=st.integers(-2, 2),
     )
-    def arrive(self, prompt, max_tokens, remote, send, salt, priority):
-        request = make_request(f"r{self.count}", prompt, max_tokens, salt)
+    def arrive(self, prompt, max_tokens, remote, send, salt, grammar, priority):
+        request = make_request(f"r{self.count}", prompt, max_tokens, salt, structured_outputs=grammar)
         request.priority = priority
         self.count += 1
         self.connector.remote[request.request_id] = None if remote is None else min(remote, len(prompt))
@@ -125,6 +128,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if known is None:
                 self.connector.remote[request_id] = 0
 
+    @rule(fail=st.sampled_from([None, None, "too large"]), data=st.data())
+    @precondition(lambda self: self.grammars.alive)
+    def grammar_ends(self, fail, data):
+        """It is ready, or cannot be used; or later its matcher fails."""
+        chosen = data.draw(st.sampled_from(sorted(self.grammars.alive)))
+        if fail or chosen in self.scheduler.compiling:
+            self.grammars.news[chosen] = fail
+            self.step(1, 0)
+            assert chosen not in self.scheduler.compiling
+
     @rule(fail=st.booleans(), data=st.data())
     @precondition(lambda self: self.scheduler.loading or self.scheduler.reclaiming)
     def transfer_ends(self, fail, data):
@@ -166,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.answer_lookups_for_good()
+        self.grammars.news = dict.fromkeys(self.scheduler.compiling)
         for _ in range(5000):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -173,6 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.answer_lookups_for_good()
         assert not self.scheduler.has_unfinished_requests(), self.scheduler
         assert self.scheduler.kv.pool.num_free_blocks == len(self.scheduler.kv.pool.blocks)
+        assert not self.grammars.alive, "a grammar outlives its request"
         assert self.driver.reasons.keys() | self.aborted == self.arrived, "a request vanished without a word"
 
     def answer_lookups_for_good(self):

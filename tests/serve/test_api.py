@@ -277,7 +277,13 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         for name, value in {"suffix": "x", "echo": True, "best_of": 3, "logit_bias": {"5": 1}}.items()
     ),
     *(({name: [{"type": "function"}]}, name) for name in ("tools", "functions")),
-    *(({"response_format": {"type": "json_object"}}, "response_format") for _ in (1,)),
+    *(({"response_format": f}, "response_format") for f in ("json", 5, {}, {"type": "xml"}, {"type": "json_schema"})),
+    *(({"structured_outputs": value}, "structured_outputs") for value in (5, {}, {"regex": "a", "choice": ["b"]})),
+    *(({"structured_outputs": {"regex": "("}}, "unclosed group") for _ in (1,)),
+    *(
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented")
+        for _ in (1,)
+    ),
     *(({"max_tokens": 0}, "max_tokens") for _ in (1,)),
     *(({"min_tokens": 9}, "min_tokens") for _ in (1,)),
     *(({"n": 129}, "n is 129") for _ in (1,)),

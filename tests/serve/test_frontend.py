@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, StructuredOutputsParams, UserError
 from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs, TransferStats
 from nanopd.engine.llm import EngineInfo, Frontend
@@ -84,10 +84,11 @@ def test_the_answer_for_the_other_side_and_an_error(core: Elsewhere, frontend: F
 
 def test_messages_survive_the_way_and_are_decoded_strictly():
     transfer = KVTransferParams(do_remote_prefill=True, remote_host="h", remote_port=1)
-    params = SamplingParams(stop=["x"], stop_token_ids=[3], seed=-5, logprobs=2)
+    wish = StructuredOutputsParams(json={"type": "object"})
+    params = SamplingParams(stop=["x"], stop_token_ids=[3], seed=-5, logprobs=2, structured_outputs=wish)
     metrics = RequestMetrics(history=[(1.5, "waiting")], transfer={"num_bytes": 3.0})
     item = EngineCoreOutput("id", [5], metrics, [TokenLogprobs(-1.0, 2, [(5, -1.0)])], "error", "why", {"a": None})
-    stats = SchedulerStats(1, 2, 3, 4, 0.5, 6, 7, 8, 9, 10, 11)
+    stats = SchedulerStats(1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)
     for message in (
         Add("id", [1, 2], params, [256], None, transfer, -3, metrics),
         Abort(["a"]),

@@ -1,5 +1,8 @@
 """The official client, which knows nothing of us: what it asks must be understood, what it gets must fit its types."""
 
+import json
+from typing import Any
+
 import pytest
 
 from tests.serve.conftest import Server
@@ -54,6 +57,29 @@ def test_with_its_helper_for_streams(client: "openai.OpenAI"):
         final = stream.current_completion_snapshot
     whole = client.chat.completions.create(model="tiny-llama", messages=HI, temperature=0, max_tokens=8)
     assert final.choices[0].message.content == whole.choices[0].message.content
+
+
+def test_response_format_and_structured_outputs(client: "openai.OpenAI"):
+    """Rule S12 over HTTP: what comes fits, streamed or not, from both endpoints."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}},
+        "required": ["n"],
+    }
+    schema |= {"additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a number", "strict": True, "schema": schema}}
+    options = {"model": "tiny-llama", "messages": HI, "max_tokens": 100, "seed": 1, "response_format": wanted}
+    (choice,) = client.chat.completions.create(**options).choices
+    assert choice.finish_reason == "stop" and json.loads(choice.message.content).keys() == {"n"}
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    text = client.completions.create(
+        model="tiny-llama", prompt="x", max_tokens=50, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert text.choices[0].text in ("yes", "no")
+    schema["properties"]["n"]["minimum"] = 100
+    with pytest.raises(openai.BadRequestError, match="Unsatisfiable schema"):
+        client.chat.completions.create(**options, stream=True)
 
 
 def test_errors(client: "openai.OpenAI"):

@@ -57,7 +57,17 @@ def run(machine: type[TracedMachine], examples: int, steps: int) -> None:
 def test_replaying_gives_the_state_of_the_engine_after_every_step(traced: type[TracedMachine]):
     run(traced, 100, 40)
     kinds = {"Arrived", "Allocated", "Refused", "Cached", "Uncached", "Freed", "Quarantined", "Skipped", "Planned"}
-    statuses = {"running", "preempted", "waiting for remote KVs", "waiting", "stop", "length", "abort", "error"}
+    statuses = {
+        "running",
+        "preempted",
+        "waiting for remote KVs",
+        "waiting for grammar",
+        "waiting",
+        "stop",
+        "length",
+        "abort",
+        "error",
+    }
     assert kinds | statuses | {"Sampled", "Stepped"} <= traced.seen, "the random lives did not come to all there is"
 
 
