@@ -30,13 +30,44 @@ def bench_offline(
     input_len: Annotated[str, typer.Option(help="Prompt tokens: a number or a range like 32-256.")] = "32-256",
     output_len: Annotated[str, typer.Option(help="Tokens to generate: a number or a range.")] = "32-128",
     shared_prefix: Annotated[int, typer.Option(help="Tokens at the start that all prompts share.", min=0)] = 0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Most requests in the engine; 1: one after the other; without it all at once.", min=1),
+    ] = None,
+    profile: Annotated[bool, typer.Option(help="Also where the time of a step goes (CPU only).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Throughput and latencies of one batch of random prompts, all arriving at once."""
+    """Throughput and latencies of random prompts, the same for the same --seed: time to the first token (ttft), and
+    between two tokens (itl)."""
     from . import offline
 
     inputs, outputs = offline.bounds(input_len, "--input-len"), offline.bounds(output_len, "--output-len")
-    show(offline.measure(load(engine), requests, inputs, outputs, shared_prefix), as_json)
+    llm = load(engine)
+    work = offline.random_work(llm.core.model.config.vocab_size, requests, inputs, outputs, shared_prefix, engine.seed)
+    show(offline.measure(llm, work, concurrency, profile), as_json)
+
+
+@bench.command("step")
+@config_options
+def bench_step(
+    engine: EngineConfig,
+    batch: Annotated[str, typer.Option(help="Requests that decode together; several, comma-separated.")] = "1,8,32,64",
+    context: Annotated[str, typer.Option(help="Tokens that each of them has; several.")] = "200,1000,4000",
+    steps: Annotated[int, typer.Option(help="Steps for each row; the median counts.", min=1)] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Where the time of a decode step goes: milliseconds of each part, by batch and context (CPU only).
+
+    64 requests of 4,000 tokens need 11.8 GB in float32 with the default model: --kv-cache-memory 12GiB.
+    """
+    from . import split
+
+    batches, contexts = split.numbers(batch, "--batch"), split.numbers(context, "--context")
+    llm = load(engine)
+    if not as_json:
+        print(split.headings())
+    for row in split.decode_steps(llm, batches, contexts, steps):
+        print(json.dumps(row) if as_json else split.line(row), flush=True)
 
 
 @bench.command("scheduler")

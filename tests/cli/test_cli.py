@@ -74,6 +74,7 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["chat", "--n", "2"], 2, "--n 1"),
         (["bench", "offline", "--requests", "0"], 2, "--requests"),
         (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
+        (["bench", "step", "--batch", "1,x"], 2, "--batch is '1,x'"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
     ],
 )
@@ -257,6 +258,19 @@ def test_bench_offline_json(options: Sequence[str]):
     (row,) = rows(nanopd("bench", "offline", *options, *args).stdout)
     assert {"engine", "model", "dtype", "seconds", "output_tokens_per_s", "ttft_p50_ms", "itl_p99_ms"} <= row.keys()
     assert (row["requests"], row["output_tokens"], row["cached_tokens"]) == (3, 12, 64)
+    assert "steps" not in row
+    (row,) = rows(nanopd("bench", "offline", *options, *args, "--concurrency", "1", "--profile").stdout)
+    assert (row["steps"], row["output_tokens"]) == (3 * 4, 12)
+    assert row["linear_ms"] > 0
+
+
+def test_bench_step_table_and_json(options: Sequence[str]):
+    args = ["bench", "step", *options, "--batch", "1,2", "--context", "30", "--steps", "2"]
+    table = nanopd(*args).stdout.splitlines()
+    assert [line.split()[:2] for line in table] == [["batch", "context"], ["1", "30"], ["2", "30"]]
+    one, two = rows(nanopd(*args, "--json").stdout)
+    assert (one["batch"], two["batch"], one["context"]) == (1, 2, 30)
+    assert 0 < one["linear_ms"] < one["step_ms"]
 
 
 def test_benchmarks_are_found_from_anywhere_and_missed_without_a_checkout(tmp_path: Path):
