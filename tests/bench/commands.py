@@ -1,6 +1,7 @@
 """The command line of the benchmarks. `nanopd` loads this file at each start, so nothing heavy is imported up here."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -122,4 +123,36 @@ def bench_serve(
     from . import serve
 
     for row in serve.measure(engine, rounds, input_len, output_len):
+        show(row, as_json)
+
+
+@bench.command("peers")
+def bench_peers(
+    peer: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    peer_python: Annotated[
+        str | None, typer.Option(help="Python of the environment in which the peer is installed; without it, ours.")
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="One or several of W (64 prompts of 32-256 tokens, 32-128 of output), D (64 x 128, 128), "
+            "P (64 x 256, 1) and S (1 x 128, 128)."
+        ),
+    ] = "WDPS",
+    pairs: Annotated[int, typer.Option(help="Turns of each, for each workload.", min=1)] = 5,
+    model: Annotated[str | None, typer.Option(help="As for the engine; without it the default model.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
+    threads: Annotated[int, typer.Option(help="Threads of each.", min=1)] = 2,
+    eager: Annotated[bool, typer.Option(help="vLLM without torch.compile.")] = False,
+    preload: Annotated[str, typer.Option(help="Libraries to load before both engines, as in LD_PRELOAD.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    logs: Annotated[Path, typer.Option(help="Folder for what the engines say.")] = Path("/tmp"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Another engine and ours in turn on the same prompts, each loaded in a process of its own: seconds, and their ratio
+    (above 1: ours is faster). tests/bench/peers.py says how to install vLLM for that."""
+    from . import peers
+
+    options = {"model": model, "dtype": dtype, "threads": threads, "eager": eager}
+    for row in peers.measure(peer, peer_python, workload, pairs, options, seed, preload, logs):
         show(row, as_json)

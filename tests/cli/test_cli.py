@@ -75,6 +75,8 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["bench", "offline", "--requests", "0"], 2, "--requests"),
         (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
         (["bench", "step", "--batch", "1,x"], 2, "--batch is '1,x'"),
+        (["bench", "peers", "--peer", "x"], 2, "no peer 'x'"),
+        (["bench", "peers", "--workload", "X"], 2, "no workload 'X'"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
     ],
 )
@@ -301,3 +303,13 @@ def test_version_and_help():
     done = nanopd("generate", "--help")
     for option in ("--max-num-batched-tokens", "--no-prefix-caching", "--kv-layout", "--stop-token-id", "--seed"):
         assert option in done.stdout
+
+
+def test_bench_peers_takes_turns_and_both_do_the_same_work(tiny_model: Path, tmp_path: Path):
+    args = ["bench", "peers", "--peer", "transformers", "--model", str(tiny_model), "--threads", "1"]
+    pair, median = rows(nanopd(*args, "--workload", "S", "--pairs", "1", "--logs", str(tmp_path), "--json").stdout)
+    assert (pair["pair"], median["pair"]) == (0, "median")
+    assert pair["same_tokens"] == 1
+    assert pair["ratio"] == pair["their_seconds"] / pair["our_seconds"]
+    assert pair["our_output_tokens_per_s"] == pytest.approx(128 / pair["our_seconds"])
+    assert {path.name for path in tmp_path.iterdir()} == {"peer-nanopd.log", "peer-transformers.log"}
