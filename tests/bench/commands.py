@@ -73,12 +73,18 @@ def bench_step(
 
 @bench.command("scheduler")
 def bench_scheduler(
+    peer_python: Annotated[
+        str | None, typer.Option(help="Python of an environment with vLLM: its scheduler and ours in turn.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="With --peer-python: turns of each.", min=1)] = 15,
+    logs: Annotated[Path, typer.Option(help="With --peer-python: folder for what vLLM says.")] = Path("/tmp"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Microseconds per scheduled request of the scheduler alone, by number running, number waiting and pool size."""
+    """Microseconds per scheduled request of the scheduler alone, by number running, number waiting and pool size; or, with
+    --peer-python, against vLLM's, decoding only (ratio above 1: ours is faster)."""
     from . import scheduler
 
-    for row in scheduler.measure():
+    for row in scheduler.against(peer_python, rounds, logs) if peer_python else scheduler.measure():
         show(row, as_json)
 
 

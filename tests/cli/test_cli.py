@@ -312,4 +312,4 @@ def test_bench_peers_takes_turns_and_both_do_the_same_work(tiny_model: Path, tmp
     assert pair["same_tokens"] == 1
     assert pair["ratio"] == pair["their_seconds"] / pair["our_seconds"]
     assert pair["our_output_tokens_per_s"] == pytest.approx(128 / pair["our_seconds"])
-    assert {path.name for path in tmp_path.iterdir()} == {"peer-nanopd.log", "peer-transformers.log"}
+    assert {path.name for path in tmp_path.iterdir()} == {"peer_worker-nanopd.log", "peer_worker-transformers.log"}
