@@ -146,6 +146,9 @@ def bench_peers(
         ),
     ] = "WDPS",
     pairs: Annotated[int, typer.Option(help="Turns of each, for each workload.", min=1)] = 5,
+    requests: Annotated[
+        int | None, typer.Option(help="Most prompts of a workload, where 64 would take too long.", min=1)
+    ] = None,
     model: Annotated[str | None, typer.Option(help="As for the engine; without it the default model.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
     threads: Annotated[int, typer.Option(help="Threads of each.", min=1)] = 2,
@@ -160,5 +163,5 @@ def bench_peers(
     from . import peers
 
     options = {"model": model, "dtype": dtype, "threads": threads, "eager": eager}
-    for row in peers.measure(peer, peer_python, workload, pairs, options, seed, preload, logs):
+    for row in peers.measure(peer, peer_python, workload, pairs, requests, options, seed, preload, logs):
         show(row, as_json)

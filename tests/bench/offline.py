@@ -33,7 +33,12 @@ Work = list[tuple[list[int], SamplingParams]]
 
 
 def random_work(
-    vocab_size: int, num_requests: int, inputs: tuple[int, int], outputs: tuple[int, int], shared_prefix: int, seed: int
+    vocab_size: int,
+    num_requests: int,
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    shared_prefix: int,
+    seed: int | str,
 ) -> Work:
     """Prompts of random tokens, the first `shared_prefix` the same for all, and greedy answers that nothing ends early.
 

@@ -50,12 +50,16 @@ def measure(
     peer_python: str | None,
     workloads: str,
     pairs: int,
+    most_requests: int | None,
     options: dict[str, Any],
     seed: int,
     preload: str,
     logs: Path,
 ) -> Iterator[dict[str, Any]]:
-    """For each workload: a row for each pair, then one with the medians. Raises UserError for what cannot be compared."""
+    """For each workload: a row for each pair, then one with the medians. Raises UserError for what cannot be compared.
+
+    most_requests: cuts a workload to so many prompts. preload: as in LD_PRELOAD. logs: folder for what the engines say.
+    """
     if peer not in PEERS:
         raise UserError(f"There is no peer {peer!r}; known are {', '.join(PEERS)}.")
     if unknown := set(workloads) - WORKLOADS.keys():
@@ -70,18 +74,14 @@ def measure(
         started(sys.executable, "peer_worker.py", "nanopd", text, env, logs) as ours,
     ):
         for workload in workloads:
-            facts = {
-                "workload": workload,
-                "peer": theirs.what,
-                "dtype": options["dtype"],
-                "threads": options["threads"],
-            }
-            rows = []
             requests, inputs, outputs = WORKLOADS[workload]
-            warm_up = random_work(config.vocab_size, requests, inputs, (1, min(8, outputs[0])), 0, seed - 1)
+            requests, rows = min(requests, most_requests or requests), []
+            facts = {"workload": workload, "requests": requests, "peer": theirs.what}
+            facts |= {"dtype": options["dtype"], "threads": options["threads"]}
+            warm_up = random_work(config.vocab_size, requests, inputs, (1, min(8, outputs[0])), 0, f"{workload} {seed}")
             _pair(theirs, ours, warm_up)
             for pair in range(pairs):
-                work = random_work(config.vocab_size, requests, inputs, outputs, 0, seed + pair)
+                work = random_work(config.vocab_size, requests, inputs, outputs, 0, f"{workload} {seed} {pair}")
                 rows.append(_pair(theirs, ours, work))
                 yield facts | {"pair": pair} | rows[-1]
             medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
@@ -96,9 +96,7 @@ def _pair(theirs: Worker, ours: Worker, work: Work) -> dict[str, Any]:
         time.sleep(REST)
         answers.append(worker.turn({"prompts": prompts, "max_tokens": lengths}))
     for answer in answers:
-        assert [len(tokens) for tokens in answer["token_ids"]] == lengths, (
-            "an answer is not as long as it was asked to be"
-        )
+        assert [len(tokens) for tokens in answer["token_ids"]] == lengths, "an answer has another length"
     t, o = (answer["seconds"] for answer in answers)
     num_input, num_output = sum(map(len, prompts)), sum(lengths)
     equal = sum(a == b for pair in zip(*(answer["token_ids"] for answer in answers)) for a, b in zip(*pair))

@@ -307,9 +307,11 @@ def test_version_and_help():
 
 def test_bench_peers_takes_turns_and_both_do_the_same_work(tiny_model: Path, tmp_path: Path):
     args = ["bench", "peers", "--peer", "transformers", "--model", str(tiny_model), "--threads", "1"]
-    pair, median = rows(nanopd(*args, "--workload", "S", "--pairs", "1", "--logs", str(tmp_path), "--json").stdout)
+    args += ["--workload", "SP", "--requests", "3", "--pairs", "1", "--logs", str(tmp_path), "--json"]
+    pair, median, *prefill = rows(nanopd(*args).stdout)
     assert (pair["pair"], median["pair"]) == (0, "median")
-    assert pair["same_tokens"] == 1
+    assert [row["requests"] for row in (pair, median, *prefill)] == [1, 1, 3, 3]
+    assert pair["same_tokens"] == prefill[0]["same_tokens"] == 1
     assert pair["ratio"] == pair["their_seconds"] / pair["our_seconds"]
     assert pair["our_output_tokens_per_s"] == pytest.approx(128 / pair["our_seconds"])
     assert {path.name for path in tmp_path.iterdir()} == {"peer_worker-nanopd.log", "peer_worker-transformers.log"}
