@@ -76,6 +76,9 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["generate", "--structured-outputs", '{"regex": "a", "choice": ["b"]}', "x"], 2, "exactly one of json"),
         (["bench", "offline", "--requests", "0"], 2, "--requests"),
         (["bench", "offline", "--input-len", "x"], 2, "range like 32-256"),
+        (["bench", "step", "--batch", "1,x"], 2, "--batch is '1,x'"),
+        (["bench", "peers", "--peer", "x"], 2, "no peer 'x'"),
+        (["bench", "peers", "--workload", "X"], 2, "no workload 'X'"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
     ],
 )
@@ -277,6 +280,19 @@ def test_bench_offline_json(options: Sequence[str]):
     (row,) = rows(nanopd("bench", "offline", *options, *args).stdout)
     assert {"engine", "model", "dtype", "seconds", "output_tokens_per_s", "ttft_p50_ms", "itl_p99_ms"} <= row.keys()
     assert (row["requests"], row["output_tokens"], row["cached_tokens"]) == (3, 12, 64)
+    assert "steps" not in row
+    (row,) = rows(nanopd("bench", "offline", *options, *args, "--concurrency", "1", "--profile").stdout)
+    assert (row["steps"], row["output_tokens"]) == (3 * 4, 12)
+    assert row["linear_ms"] > 0
+
+
+def test_bench_step_table_and_json(options: Sequence[str]):
+    args = ["bench", "step", *options, "--batch", "1,2", "--context", "30", "--steps", "2"]
+    table = nanopd(*args).stdout.splitlines()
+    assert [line.split()[:2] for line in table] == [["batch", "context"], ["1", "30"], ["2", "30"]]
+    one, two = rows(nanopd(*args, "--json").stdout)
+    assert (one["batch"], two["batch"], one["context"]) == (1, 2, 30)
+    assert 0 < one["linear_ms"] < one["step_ms"]
 
 
 def test_benchmarks_are_found_from_anywhere_and_missed_without_a_checkout(tmp_path: Path):
@@ -307,3 +323,15 @@ def test_version_and_help():
     done = nanopd("generate", "--help")
     for option in ("--max-num-batched-tokens", "--no-prefix-caching", "--kv-layout", "--stop-token-id", "--seed"):
         assert option in done.stdout
+
+
+def test_bench_peers_takes_turns_and_both_do_the_same_work(tiny_model: Path, tmp_path: Path):
+    args = ["bench", "peers", "--peer", "transformers", "--model", str(tiny_model), "--threads", "1"]
+    args += ["--workload", "SP", "--requests", "3", "--pairs", "1", "--logs", str(tmp_path), "--json"]
+    pair, median, *prefill = rows(nanopd(*args).stdout)
+    assert (pair["pair"], median["pair"]) == (0, "median")
+    assert [row["requests"] for row in (pair, median, *prefill)] == [1, 1, 3, 3]
+    assert pair["same_tokens"] == prefill[0]["same_tokens"] == 1
+    assert pair["ratio"] == pair["their_seconds"] / pair["our_seconds"]
+    assert pair["our_output_tokens_per_s"] == pytest.approx(128 / pair["our_seconds"])
+    assert {path.name for path in tmp_path.iterdir()} == {"peer_worker-nanopd.log", "peer_worker-transformers.log"}

@@ -1,0 +1,70 @@
+"""Another process that takes turns at work: a line of JSON there, a line back. For `bench peers` and `bench scheduler`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from nanopd.config import UserError
+
+
+class Worker:
+    """An engine in another process: `turn` gives it work and waits for the answer."""
+
+    def __init__(self, python: str, script: Path, *args: str, env: dict[str, str], log: Path) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends with us
+        with log.open("w") as err:
+            self._process = subprocess.Popen(
+                [python, "-P", str(script), *args],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                env=os.environ | env,
+                text=True,
+                start_new_session=True,
+            )
+        self._log = log
+        self.what = str(self._answer()["engine"])
+
+    def turn(self, work: dict[str, Any]) -> dict[str, Any]:
+        """One line there, one line back. Raises UserError with the end of its log if it has died."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        if not (line := self._process.stdout.readline()):
+            self.close()
+            raise UserError(f"A peer has died; the end of {self._log}:\n" + self._log.read_text()[-2000:])
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """It, and all that it has started."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        with suppress(ProcessLookupError):  # vLLM leaves some of its processes behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def started(python: str, script: str, name: str, options: str, env: dict[str, str], logs: Path) -> Iterator[Worker]:
+    """`script` of this folder, run by `python`; what it says on standard error is kept in `logs`. Ended at the end."""
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | env
+    env["PYTHONPATH"] = str(Path(__file__).parents[2]) if name == "nanopd" else ""
+    path = Path(__file__).with_name(script)
+    worker = Worker(python, path, name, options, env=env, log=logs / f"{path.stem}-{name}.log")
+    try:
+        yield worker
+    finally:
+        worker.close()
