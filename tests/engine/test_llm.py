@@ -168,7 +168,7 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm: LLM):
             llm.generate(["good", bad], greedy())  # type: ignore[list-item]
         assert not llm.has_unfinished_requests()
         assert llm.core.scheduler.kv.pool.num_free_blocks == 200
-    with pytest.raises(UserError, match="2 prompts and 1 sampling params"):
+    with pytest.raises(UserError, match="2 prompts, 1 sampling params"):
         llm.generate(["a", "b"], [greedy()])
 
 
