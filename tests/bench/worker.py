@@ -28,27 +28,33 @@ class Worker:
                 text=True,
                 start_new_session=True,
             )
-        self._log = log
+        self._log, self.what = log, ""
+
+    def wait_until_loaded(self) -> None:
+        """From then on `what` says what it is."""
         self.what = str(self._answer()["engine"])
 
     def turn(self, work: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one line back. Raises UserError with the end of its log if it has died."""
+        """One line there, one line back. Raises UserError with the last line of its log if it has died."""
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(work) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(json.dumps(work) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout
         if not (line := self._process.stdout.readline()):
             self.close()
-            raise UserError(f"A peer has died; the end of {self._log}:\n" + self._log.read_text()[-2000:])
+            last = self._log.read_text().strip().rpartition("\n")[2]
+            raise UserError(f"A peer has died: {last} ({self._log} says more).")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
         """It, and all that it has started."""
-        if self._process.stdin:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
@@ -65,6 +71,7 @@ def started(python: str, script: str, name: str, options: str, env: dict[str, st
     path = Path(__file__).with_name(script)
     worker = Worker(python, path, name, options, env=env, log=logs / f"{path.stem}-{name}.log")
     try:
+        worker.wait_until_loaded()
         yield worker
     finally:
         worker.close()

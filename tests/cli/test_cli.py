@@ -335,3 +335,9 @@ def test_bench_peers_takes_turns_and_both_do_the_same_work(tiny_model: Path, tmp
     assert pair["ratio"] == pair["their_seconds"] / pair["our_seconds"]
     assert pair["our_output_tokens_per_s"] == pytest.approx(128 / pair["our_seconds"])
     assert {path.name for path in tmp_path.iterdir()} == {"peer_worker-nanopd.log", "peer_worker-transformers.log"}
+
+
+def test_a_peer_that_cannot_be_started_is_named(tiny_model: Path, tmp_path: Path):
+    done = nanopd("bench", "peers", "--peer", "vllm", "--model", str(tiny_model), "--logs", str(tmp_path), "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No module named 'vllm'" in done.stderr
