@@ -144,8 +144,8 @@ class Scheduler:
             self._schedule_running(output)
             # After a preemption nobody is admitted: whoever was thrown out must not come back past those who stayed.
             lookups_pending = not output.preempted_req_ids and self._schedule_waiting(output)
-            if self.requests and not output.num_scheduled_tokens and not output.preempted_req_ids:
-                self._ensure_progress(lookups_pending)
+            if self.requests and not output.num_scheduled_tokens:
+                self._ensure_progress(lookups_pending, bool(output.preempted_req_ids))
             output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
             if self.connector:
                 output.kv_connector_metadata = self.connector.build_connector_meta(output)
@@ -344,12 +344,15 @@ class Scheduler:
             request.status = RequestStatus.WAITING
         self._trace_move(request, "S10")
 
-    def _ensure_progress(self, lookups_pending: bool) -> None:
-        """S10 and S11: nothing was scheduled and nobody preempted. Is something on its way, or must somebody give way?
+    def _ensure_progress(self, lookups_pending: bool, preempted: bool) -> None:
+        """S10 and S11: nothing was scheduled. Is something on its way, or must somebody give way?
 
         Loaded requests hold blocks without running. If they keep the head of the queue from getting its own, the last
-        of them gives its blocks back and will recompute; at the latest when only the head is left, it fits (S9).
+        of them gives its blocks back and will recompute; at the latest when only the head is left, it fits (S9). With
+        priorities also if everybody was preempted: they may come back ahead of a loaded request, again and again.
         """
+        if preempted and self.config.scheduling_policy == "fcfs":
+            return  # loaded requests are in `skipped_waiting`: they go next
         if self.reclaiming and self.connector:
             self.connector.make_room()
         if self.loading or self.reclaiming or self.compiling or lookups_pending:
@@ -358,7 +361,8 @@ class Scheduler:
             if request.request_id in self.kv.tables:
                 self._forget_external_tokens(request)
                 return
-        raise RuntimeError(f"nothing can be scheduled, nothing is in flight and no block can be freed: {self!r}")
+        if not preempted:
+            raise RuntimeError(f"nothing can be scheduled, nothing is in flight and no block can be freed: {self!r}")
 
     # ---------------------------------------------------------------- after the step
 

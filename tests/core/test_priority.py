@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from nanopd.core.output import KVConnectorOutput
 from nanopd.request import Request
-from tests.core.drive import Driver, make_request, make_scheduler
+from tests.core.drive import Driver, FakeConnector, make_request, make_scheduler
 
 
 def ask(name: str, priority: int, at: float, prompt: int | list[int] = 8, max_tokens: int = 4) -> Request:
@@ -151,3 +152,20 @@ def test_random_lives_in_tight_pools_come_to_all_three_cases():
         driver.run()
         cases |= {event.rule for event in told if getattr(event, "status", "") == "preempted"}
     assert cases == {"S3 case A", "S3 case B", "S3 case C"}
+
+
+def test_s10_a_loaded_request_does_not_starve_one_that_goes_before_it():
+    """The loaded one holds 7 of 17 blocks and ranks last; the other needs 11, gets 10, preempts itself, and would for ever."""
+    connector = FakeConnector(block_size=1)
+    scheduler = make_scheduler(
+        17, 1, False, connector=connector, scheduling_policy="priority", long_prefill_token_threshold=3, max_num_seqs=1
+    )
+    driver = Driver(scheduler)
+    connector.remote["loaded"] = 7
+    scheduler.add_request(ask("loaded", 2, 0, prompt=7))
+    driver.step()
+    scheduler.add_request(ask("urgent", 0, 1, prompt=11))
+    driver.transfers = KVConnectorOutput(finished_recving={"loaded"})
+    driver.run()
+    assert driver.reasons == {"loaded": "length", "urgent": "length"}
+    assert list(driver.outputs) == ["urgent", "loaded"]
