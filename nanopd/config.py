@@ -97,6 +97,7 @@ class EngineConfig:
         None, "kv_first, blocks_first or cross_layer; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS
     )
     attention_backend: str = opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
+    cascade_attention: bool = opt(False, "Attend to a prefix that all requests share once for all, where it pays.")
     seed: int = opt(
         0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
     )

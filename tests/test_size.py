@@ -48,7 +48,7 @@ def test_the_core_imports_no_torch():
 
 
 def test_help_imports_nothing_heavy():
-    heavy = {"torch", "transformers", "numpy", "msgspec", "rich"}
+    heavy = {"torch", "transformers", "numpy", "rich"}
     code = (
         f"import sys; from nanopd import cli; cli.add_checkout_commands(); sys.exit(bool({heavy} & set(sys.modules)))"
     )

@@ -19,8 +19,11 @@ from unittest.mock import patch
 import torch
 import triton
 
+from nanopd.config import EngineConfig, SamplingParams
+from nanopd.engine.core import EngineCore
 from nanopd.kernels import paged_attention as kernels
 from nanopd.kernels.paged_attention import Tiles, choose_tiles, paged_attention
+from nanopd.request import Request
 from nanopd_lessons import drive, show
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET before anything imports triton"
@@ -311,6 +314,39 @@ if triton.__version__ == "3.9.0":  # another compiler allots registers in anothe
 tile_bytes = 32 * 128 * 2
 assert decode["tiles"]["keys"] == 32 and tile_bytes == 8192
 assert decode["shared"] >= 4 * tile_bytes == 32_768, "two tiles of K and two of V on their way"
+
+# %% [markdown]
+# Cascade: four requests that begin with the same 512 tokens, in the real engine. The first computes them, the others find
+# them; then they are read once for all four, and the tokens are the same as without.
+
+# %%
+rest = {"a": [7], "b": [8, 9], "c": [10, 11, 12], "d": [13]}
+answers, depths = {}, {}
+with tempfile.TemporaryDirectory() as directory:
+    path = drive.tiny_model(Path(directory))
+    for cascade in (False, True):
+        options = {"num_blocks": 80, "attention_backend": "cpu", "cascade_attention": cascade}
+        core = EngineCore(EngineConfig(model=str(path), dtype="float32", **options))
+        for name, own in rest.items():
+            prompt = [i % 250 for i in range(512)] + own
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
+            core.add_request(Request(name, prompt, params))
+        answers[cascade], depths[cascade] = {name: [] for name in rest}, []
+        real = core.runner._compute_cascade
+
+        def compute(shared, inputs, real=real, seen=depths[cascade]):
+            seen.append(real(shared, inputs))
+            return seen[-1]
+
+        with patch.object(core.runner, "_compute_cascade", compute):
+            while core.has_unfinished_requests():
+                for news in core.step():
+                    answers[cascade][news.request_id] += news.new_token_ids
+show.say(f"blocks read once for all, step by step: {depths[True]}")
+assert answers[True] == answers[False]
+assert not any(depths[False]) and depths[True][0] == 0, "the prefix is being computed: nobody may see all of it"
+assert set(depths[True][1:]) == {512 // 16}
+assert 1024 + 64 * 32 == 3072 and 64 * (1024 + 32) == 67_584
 
 # %% [markdown]
 # A few lines of the PTX. cp.async goes from memory to shared memory without waiting; mma multiplies on tensor cores,

@@ -12,7 +12,7 @@ request. The model calls `ForwardContext.attend` once a layer and knows nothing 
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ class AttentionMetadata:
     query_lens_list: list[int]
     seq_lens_list: list[int]
     max_seq_len: int | None = None  # None: any that the table can hold, for a graph that is replayed with others
+    num_common_prefix_blocks: int = 0  # cascade: so many blocks at the start of all tables are the same, and computed
 
 
 class AttentionBackend(Protocol):
@@ -86,63 +87,101 @@ class CPUAttention:
         blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
         metadata.slot_mapping[:] = blocks * block_size + rest
         self._slots = blocks, rest
+        own, prefix = split_common_prefix(metadata, block_size)
+        self._prefix = prefix and _Group(prefix, block_size, [0], causal=False)
         groups: list[list[int]] = []  # indices of requests
         query_len = 0
-        lengths = metadata.query_lens_list, metadata.seq_lens_list
+        lengths = own.query_lens_list, own.seq_lens_list
         for length, seq_len, i in sorted(zip(*lengths, range(len(lengths[0])))):
             if length != query_len or (len(groups[-1]) + 1) * seq_len > GROUP_TOKENS:
                 groups.append([])
                 query_len = length
             groups[-1].append(i)
-        self._groups = [_Group(metadata, block_size, rows) for rows in groups]
+        self._groups = [_Group(own, block_size, rows) for rows in groups]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
     ) -> Tensor:
         k_cache[self._slots], v_cache[self._slots] = key, value
         output = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if self._prefix else None
         for group in self._groups:
-            q, k, v = query[group.tokens], group.collect(k_cache), group.collect(v_cache)
-            # A decode's query heads that share K and V become the rows of one small matrix product.
-            decode = q.shape[1] == 1
-            q = q.view(len(q), -1, query.shape[1] // key.shape[1], q.shape[-1]) if decode else q.transpose(1, 2)
-            mask = group.mask(window)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None and not decode, enable_gqa=not decode
-            )
-            output[group.tokens] = out.view(len(q), 1, *query.shape[1:]) if decode else out.transpose(1, 2)
+            group.attend(query, k_cache, v_cache, window, output, lse)
+        if self._prefix and lse is not None:
+            shared, shared_lse = torch.empty_like(output), torch.empty_like(lse)
+            self._prefix.attend(query, k_cache, v_cache, window, shared, shared_lse)
+            # The merge of two parts: weights e^a / (e^a + e^b) and e^b / (e^a + e^b).
+            output.lerp_(shared, torch.sigmoid(shared_lse - lse).unsqueeze(2).to(output.dtype))
         return output
 
 
 class _Group:
     """Requests `rows` of a batch, of equal query length, padded to the longest of them."""
 
-    def __init__(self, metadata: AttentionMetadata, block_size: int, rows: list[int]) -> None:
+    def __init__(self, metadata: AttentionMetadata, block_size: int, rows: list[int], causal: bool = True) -> None:
         self._seq_lens, query_len = metadata.seq_lens[rows].long().unsqueeze(1), metadata.query_lens_list[rows[0]]
-        self.tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)  # [n, query_len]
+        self._tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)  # [n, query_len]
         self._longest = int(self._seq_lens.max())
         self._table = metadata.block_table[rows, : -(-self._longest // block_size)].long()
         padding = torch.arange(self._table.shape[1] * block_size) >= self._seq_lens
         self._padding = padding.flatten().nonzero().squeeze(1)  # where in the copy nothing of the request stands
         self._positions = self._seq_lens - query_len + torch.arange(query_len)  # [n, query_len]
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._fresh = causal and query_len > 1 and bool((self._positions[:, 0] == 0).all())  # from its first token on
+        self._masks: dict[int | None, Tensor | None] = {} if causal else {None: None}
 
-    def collect(self, cache: Tensor) -> Tensor:
+    def attend(
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Writes the rows of `output` [T, Hq, D], and of `lse` [T, Hq] if it is wanted, that belong to these requests."""
+        q, k, v = query[self._tokens], self._collect(k_cache), self._collect(v_cache)
+        # A decode's query heads that share K and V become the rows of one small matrix product.
+        decode = q.shape[1] == 1
+        q = q.view(len(q), k.shape[1], -1, q.shape[-1]) if decode else q.transpose(1, 2)
+        mask = self._mask(window)
+        causal = mask is None and self._fresh
+        if lse is None:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=not decode)
+        else:  # what the line above calls; it also says how large the softmax's sum was
+            bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+            attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, sums = attention(q, k, v, is_causal=causal, attn_mask=bias)
+            lse[self._tokens] = sums.reshape(len(q), 1, -1) if decode else sums.transpose(1, 2)
+        output[self._tokens] = out.reshape(len(q), 1, *query.shape[1:]) if decode else out.transpose(1, 2)
+
+    def _collect(self, cache: Tensor) -> Tensor:
         """K or V of these requests, in order of position: [n, Hkv, longest, D]."""
         copy = cache.index_select(0, self._table.flatten())
-        if len(self.tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
+        if len(self._tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
             copy.flatten(0, 1).index_fill_(0, self._padding, 0)
-        return copy.view(len(self.tokens), -1, *cache.shape[2:])[:, : self._longest].transpose(1, 2)
+        return copy.view(len(self._tokens), -1, *cache.shape[2:])[:, : self._longest].transpose(1, 2)
 
-    def mask(self, window: int | None) -> Tensor | None:
+    def _mask(self, window: int | None) -> Tensor | None:
         """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it. None where
         that needs no mask: a decode that sees all there is, and prompts from their first token on."""
         if window not in self._masks:
             position, other = self._positions[:, None, :, None], torch.arange(self._longest)
             mask = (other <= position) & (other > position - (window or self._longest + 1))
-            fresh = bool((self._positions[:, 0] == 0).all()) and (window or self._longest) >= self._longest
-            self._masks[window] = None if fresh or mask.all() else mask
+            all_causal = self._fresh and (window or self._longest) >= self._longest
+            self._masks[window] = None if all_causal or mask.all() else mask
         return self._masks[window]
+
+
+def split_common_prefix(
+    metadata: AttentionMetadata, block_size: int
+) -> tuple[AttentionMetadata, AttentionMetadata | None]:
+    """The batch without the blocks that all requests share, and a batch of one request that has only these, and whose new
+    tokens are all the tokens there are; each of them sees all of it."""
+    m, n = metadata, metadata.num_common_prefix_blocks
+    if n == 0:
+        return m, None
+    size, num_tokens = n * block_size, sum(m.query_lens_list)
+    lengths = [seq_len - size for seq_len in m.seq_lens_list]
+    starts, seq_lens = m.query_start_loc[[0, -1]], torch.full_like(m.seq_lens[:1], size)
+    prefix = replace(m, query_start_loc=starts, seq_lens=seq_lens, block_table=m.block_table[:1, :n], max_seq_len=size)
+    prefix.query_lens_list, prefix.seq_lens_list = [num_tokens], [size]
+    own = replace(m, seq_lens=m.seq_lens - size, block_table=m.block_table[:, n:], seq_lens_list=lengths)
+    own.max_seq_len = max(lengths)
+    return own, prefix
 
 
 class TritonAttention:
@@ -152,20 +191,29 @@ class TritonAttention:
         from nanopd.kernels import kv_store, paged_attention, slot_mapping
 
         self._slot_mapping, self._store_kv = slot_mapping.slot_mapping, kv_store.store_kv
-        self._paged_attention = paged_attention.paged_attention
+        self._paged_attention, self._merge = paged_attention.paged_attention, paged_attention.merge_partials
 
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
         self._metadata = m = metadata
         self._slot_mapping(positions, m.query_start_loc, m.block_table, block_size, m.slot_mapping)
+        self._own, self._prefix = split_common_prefix(metadata, block_size)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
     ) -> Tensor:
-        m = self._metadata
-        self._store_kv(key, value, k_cache, v_cache, m.slot_mapping)
-        tables = m.block_table, m.query_start_loc, m.seq_lens, query.shape[-1] ** -0.5
-        lengths: dict[str, Any] = {"max_query_len": max(m.query_lens_list), "max_seq_len": m.max_seq_len}
-        return self._paged_attention(query, k_cache, v_cache, *tables, sliding_window=window, **lengths)
+        self._store_kv(key, value, k_cache, v_cache, self._metadata.slot_mapping)
+
+        def attend(m: AttentionMetadata, **options: Any) -> Tensor:
+            options |= {"max_query_len": max(m.query_lens_list), "max_seq_len": m.max_seq_len}
+            tables = m.block_table, m.query_start_loc, m.seq_lens
+            return self._paged_attention(query, k_cache, v_cache, *tables, query.shape[-1] ** -0.5, **options)
+
+        if self._prefix is None:
+            return attend(self._own, sliding_window=window)
+        lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
+        parts = attend(self._own, lse=lse[0]), attend(self._prefix, lse=lse[1], causal=False)
+        merged = torch.stack(parts, 2).float(), lse.permute(1, 2, 0).contiguous()
+        return self._merge(*merged, torch.empty_like(query))
 
 
 def choose_backend(name: str, device: str) -> AttentionBackend:

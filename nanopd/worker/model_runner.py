@@ -73,6 +73,10 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), 320, 384, 448, 512)
 """Batch sizes for which a decode step is captured: padding wastes at most 7 rows up to 256, 63 beyond."""
 
 
+CASCADE_TOKENS = 1024
+"""Cascade attention costs two more passes over the queries; it has to save the reading of at least so many tokens."""
+
+
 class ModelRunner:
     """Runs the model for one engine.
 
@@ -100,6 +104,7 @@ class ModelRunner:
         self.backend = backend
         self.connector = connector
         self.device = kv_cache.memory.device
+        self.cascade = config.cascade_attention
         self.block_size = kv_cache.layers[0][0].shape[1]
         self.context = ForwardContext(backend, kv_cache, model.config.sliding_window)
 
@@ -139,8 +144,12 @@ class ModelRunner:
             self._update_states(scheduler_output)
             if scheduler_output.total_num_scheduled_tokens:
                 inputs = self._prepare_inputs(scheduler_output.num_scheduled_tokens)
+                num_common_prefix_blocks = self._compute_cascade(scheduler_output.num_common_prefix_blocks, inputs)
                 execution = self._determine_batch_execution_and_padding(inputs)
+                if num_common_prefix_blocks:  # graphs were captured without
+                    execution = BatchExecution(False, int(inputs.query_lens.sum()))
                 metadata = self._build_attention_metadata(inputs, execution)
+                metadata.num_common_prefix_blocks = num_common_prefix_blocks
                 input_ids, positions = self._preprocess(execution, metadata)
                 num_logits = len(inputs.sampled) + int(inputs.num_draft_tokens.sum())
                 logits_indices = self.logits_indices.on_device(num_logits)
@@ -218,6 +227,17 @@ class ModelRunner:
         logits_indices = np.arange(num_logits.sum()) + np.repeat(ends[sampled] - logits_ends, num_logits)
         self.logits_indices.array[: len(logits_indices)] = logits_indices
         return StepInputs(request_ids, rows, query_lens, seq_lens, sampled, num_draft_tokens)
+
+    def _compute_cascade(self, num_common_prefix_blocks: int, inputs: StepInputs) -> int:
+        """How many blocks that all requests share attention reads once for all of them: 0 where that does not pay.
+
+        Every new token must see all of them, so they have to be computed before this step.
+        """
+        num_computed = int((inputs.seq_lens - inputs.query_lens).min())
+        shared = min(num_common_prefix_blocks, num_computed // self.block_size)
+        not_read_again = shared * self.block_size * (len(inputs.rows) - 1)
+        pays = not_read_again >= CASCADE_TOKENS and not any(self.model.config.sliding_window)
+        return shared if self.cascade and pays else 0
 
     def _determine_batch_execution_and_padding(self, inputs: StepInputs) -> BatchExecution:
         """A captured graph, padded to the next size, for a batch of nothing but decodes; else eager and as it is.
