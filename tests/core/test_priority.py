@@ -155,7 +155,7 @@ def test_random_lives_in_tight_pools_come_to_all_three_cases():
 
 
 def test_s10_a_loaded_request_does_not_starve_one_that_goes_before_it():
-    """The loaded one holds 7 of 17 blocks and ranks last; the other needs 11, gets 10, preempts itself, and would for ever."""
+    """The loaded one holds 7 of 17 blocks and ranks last; the other needs 11, gets 10 and preempts itself: for ever?"""
     connector = FakeConnector(block_size=1)
     scheduler = make_scheduler(
         17, 1, False, connector=connector, scheduling_policy="priority", long_prefill_token_threshold=3, max_num_seqs=1
