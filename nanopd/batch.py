@@ -155,7 +155,7 @@ def add(llm: "LLM", sampling: SamplingParams, fields: dict[str, Any], id: str | 
     prompt = {name: fields.pop(name) for name in (*_PROMPTS, "cache_salt") if name in fields}
     if len(prompt.keys() - {"cache_salt"}) != 1:
         raise UserError(f"a request needs one of {', '.join(_PROMPTS)}")
-    priority = fields.pop("priority", 0)
+    priority = fields.pop("priority", None) or 0
     known = [f.name for f in dataclasses.fields(sampling)]
     if unknown := sorted(fields.keys() - known):
         raise UserError(f"unknown field {', '.join(unknown)}; sampling fields are {', '.join(known)}")

@@ -150,10 +150,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields
         try:
             value = msgspec.json.decode(value) if isinstance(value, str) else msgspec.to_builtins(value)
             params, size = msgspec.convert(value, cls), len(msgspec.json.encode(value))
+            if isinstance(params.json, str):
+                msgspec.json.decode(params.json, type=dict[str, Any])
         except (msgspec.MsgspecError, TypeError, RecursionError) as error:
-            raise UserError(f"structured_outputs: {error}") from None
+            raise UserError(f"structured_outputs, or the JSON in it, is not what it must be: {error}.") from None
         if sum(getattr(params, name) not in (None, False, "", []) for name in cls.__struct_fields__) != 1:
-            raise UserError(f"structured_outputs needs exactly one of {', '.join(cls.__struct_fields__)}.")
+            raise UserError(
+                f"structured_outputs needs exactly one of {', '.join(cls.__struct_fields__)}, and not an empty one."
+            )
         if size > MAX_GRAMMAR:
             raise UserError(f"structured_outputs has {size} bytes; at most {MAX_GRAMMAR} are allowed.")
         return params

@@ -23,7 +23,15 @@ from nanopd.request import Request
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=50_000, verbose_errors=False)
 # JSON as Python's json.dumps writes it: were any white space allowed, a small model might write nothing else.
-_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STYLE: Any = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+# Text that is certain would be cut into tokens by the tokenizer, which takes "<|im_end|>" in it for the special token.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+
+
+def _reason(error: str) -> str:
+    """The library's words in one line, for whoever wrote the grammar."""
+    error = error.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text can match it")
+    return f"structured_outputs: {' '.join(error.split())}"
 
 
 class StructuredOutputManager:
@@ -55,7 +63,7 @@ class StructuredOutputManager:
         for request_id in [i for i, future in self._futures.items() if future.done()]:
             future = self._futures.pop(request_id)
             if error := future.exception():
-                finished[request_id] = f"structured_outputs: {error}"
+                finished[request_id] = _reason(str(error))
             else:
                 finished[request_id] = None
                 self._matchers[request_id], self._num_seen[request_id] = future.result(), 0
@@ -76,7 +84,7 @@ class StructuredOutputManager:
         self._num_seen[request.request_id] = request.num_output_tokens
         bitmasks = [matcher.compute_bitmask()]
         if matcher.is_error():
-            self._errors[request.request_id] = f"structured_outputs: {matcher.get_error()}"
+            self._errors[request.request_id] = _reason(matcher.get_error())
             return {}
         ahead = matcher.deep_copy() if request.spec_token_ids else matcher
         for token_id in request.spec_token_ids:
@@ -104,12 +112,14 @@ class StructuredOutputManager:
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         """Raises ValueError with the library's reason."""
         if params.regex is not None:
-            grammar = LLMatcher.grammar_from_regex(params.regex)
+            grammar = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]["lark_grammar"]
         elif params.choice is not None:
             grammar = grammar_from("choice", json.dumps(params.choice))
         else:
-            schema = {"type": "object"} if params.json is None else params.json
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_STYLE)
+            schema = params.json or {"type": "object"}
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            grammar = f"start: %json {json.dumps(schema | _STYLE)}"
+        grammar = _HEADER + grammar
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())

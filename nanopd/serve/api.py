@@ -108,6 +108,8 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
         if not isinstance(wanted, bool) or (top and not wanted):
             raise ApiError(400, "logprobs must be true or false, and true with top_logprobs.", param="logprobs")
         given |= {"logprobs": top} if wanted else {}
+    if {"response_format", "structured_outputs"} <= given.keys():
+        raise ApiError(400, "Give response_format or structured_outputs, not both.", param="response_format")
     match given.pop("response_format", {"type": "text"}):
         case {"type": "text"}:
             pass
@@ -155,7 +157,8 @@ class Answer:
             c = self.completions[index]
             if c.finish_reason == "error":
                 why = str(c.stop_reason)
-                raise ApiError(400 if why.startswith("structured_outputs:") else 503, why, "engine_error")
+                bad_grammar = why.startswith("structured_outputs:")
+                raise ApiError(400, why, "bad_grammar") if bad_grammar else ApiError(503, why, "engine_error")
             if c.finish_reason is None and len(c.text) == num_chars:
                 continue
             self.sent[index] = len(c.text), len(c.token_ids)

@@ -157,8 +157,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "greater than maximum"),
     ({"json": {"$ref": "#/nope"}}, "does not exist"),
     ({"json": {"not": {}}}, "Unimplemented"),
-    ({"json": "no JSON"}, ""),
-    ({"json": "[" * 5000}, "recursion limit"),
+    ({"json": {"$ref": "#"}}, "no text can match it"),
     (
         {
             "json": {
@@ -267,3 +266,24 @@ def test_p_and_d_give_the_tokens_of_one_engine(tmp_path: Path):
         assert d.tokens["r"] == alone.tokens["r"] and re.fullmatch(wish["regex"], bytes(d.tokens["r"][:-1]).decode())
         for node in (p, d, alone):
             node.core.close()
+
+
+SPECIAL = ["end <|im_end|> x", "<|im_start|>", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    "wish", [{"choice": [SPECIAL[0]]}, {"regex": r"<\|endoftext\|>"}, {"json": {"enum": SPECIAL[1:2]}}]
+)
+def test_s12_text_that_looks_like_a_special_token_is_text(wish: dict[str, Any]):
+    llm = LLM(dtype="float32", num_blocks=20, max_model_len=200)
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=wish, skip_special_tokens=False)
+    [completion] = llm.generate(["hello"], params)[0].outputs
+    expected = {SPECIAL[0], SPECIAL[2], f'"{SPECIAL[1]}"'}
+    assert completion.text.removesuffix("<|im_end|>") in expected
+    assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[" * 5000, "[1]", ""])
+def test_a_schema_as_text_must_be_json_of_an_object(text: str):
+    with pytest.raises(UserError, match="structured_outputs"):
+        SamplingParams(structured_outputs={"json": text})
