@@ -64,6 +64,10 @@ def measure(
         raise UserError(f"There is no peer {peer!r}; known are {', '.join(PEERS)}.")
     if unknown := set(workloads) - WORKLOADS.keys():
         raise UserError(f"There is no workload {min(unknown)!r}; known are {', '.join(WORKLOADS)}.")
+    if not workloads:
+        raise UserError(f"--workload is empty; known are {', '.join(WORKLOADS)}.")
+    if options["dtype"] not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype is {options['dtype']!r}; it must be float32 or bfloat16.")
     model = resolve_model(options["model"])
     config = load_config(model)
     options = options | {"model": str(model), "max_model_len": min(2048, config.max_position_embeddings)}

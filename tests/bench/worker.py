@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def started(python: str, script: str, name: str, options: str, env: dict[str, st
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | env
     env["PYTHONPATH"] = str(Path(__file__).parents[2]) if name == "nanopd" else ""
     path = Path(__file__).with_name(script)
+    if not shutil.which(python):
+        raise UserError(f"--peer-python is {python!r}; there is no such program.")
     worker = Worker(python, path, name, options, env=env, log=logs / f"{path.stem}-{name}.log")
     try:
         worker.wait_until_loaded()

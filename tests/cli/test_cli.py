@@ -79,6 +79,9 @@ def test_json_is_one_object_a_line_and_nothing_else(options: Sequence[str]):
         (["bench", "step", "--batch", "1,x"], 2, "--batch is '1,x'"),
         (["bench", "peers", "--peer", "x"], 2, "no peer 'x'"),
         (["bench", "peers", "--workload", "X"], 2, "no workload 'X'"),
+        (["bench", "peers", "--workload", ""], 2, "--workload is empty"),
+        (["bench", "peers", "--dtype", "int8"], 2, "--dtype is 'int8'"),
+        (["bench", "peers", "--peer-python", "/nope"], 2, "--peer-python is '/nope'"),
         (["bench", "kernels", "--target", "sm_1"], 2, "Unknown target"),
     ],
 )
