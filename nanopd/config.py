@@ -153,7 +153,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields
             if isinstance(params.json, str):
                 msgspec.json.decode(params.json, type=dict[str, Any])
         except (msgspec.MsgspecError, TypeError, RecursionError) as error:
-            raise UserError(f"structured_outputs, or the JSON in it, is not what it must be: {error}.") from None
+            raise UserError(f"structured_outputs: it, or the JSON in it, is not what it must be: {error}.") from None
         if sum(getattr(params, name) not in (None, False, "", []) for name in cls.__struct_fields__) != 1:
             raise UserError(
                 f"structured_outputs needs exactly one of {', '.join(cls.__struct_fields__)}, and not an empty one."

@@ -254,7 +254,7 @@ def test_real_engine(student: ModuleType, random: Random) -> Any:
         """Serves the prompts in a new engine, whose only link to those before it is the store."""
         workers = []
 
-        def scheduler(config: Any, kv: Any, max_model_len: int, _: None) -> Scheduler:
+        def scheduler(config: Any, kv: Any, max_model_len: int, *_: Any) -> Scheduler:
             return Bounded(config, kv, max_model_len, student.StoreScheduler(store, kv.block_size))
 
         def runner(config: Any, model: Any, kv_cache: Any, backend: Any, max_model_len: int, _: None) -> ModelRunner:

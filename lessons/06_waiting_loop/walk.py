@@ -293,7 +293,7 @@ s = drive.scheduler(num_blocks=4, connector=remote)
 for name in "AB":
     s.add_request(drive.request(name, 9, max_tokens=2))
 drive.step(s, transfers=KVConnectorOutput(finished_recving={"A", "B"}))
-s._ensure_progress = lambda lookups_pending: None
+s._ensure_progress = lambda lookups_pending, preempted: None
 for _ in range(50):
     assert not drive.step(s).num_scheduled_tokens, "for ever"
 

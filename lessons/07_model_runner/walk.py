@@ -200,7 +200,7 @@ assert torch.allclose(alone[9], hidden_states[4], atol=1e-4)
 with torch.inference_mode():
     sample_hidden_states = hidden_states[torch.from_numpy(logits_indices)]
     logits = core.model.compute_logits(sample_hidden_states)
-    output = runner._sample(logits.clone(), inputs)
+    output = runner._sample(logits.clone(), inputs, {})
 assert sample_hidden_states.shape == (2, 64) and logits.shape == (2, 300)
 assert output.sampled_token_ids == dict(zip("DL", logits.argmax(dim=-1, keepdim=True).tolist()))
 assert [int(runner.num_tokens[runner.rows[name]]) for name in "DLC"] == [10, 11, 20]

@@ -300,7 +300,7 @@ def test_every_rule_it_shows_is_one_of_the_rules(browser: Browser, tight: tuple[
     browser.open(tight[0])
     told = browser.run("Object.fromEntries(Object.entries(RULES))")
     assert {"S3", "S4", "K4", "K5", "K6", "S10"} <= set(named) <= told.keys() <= written
-    assert {f"S{i}" for i in range(1, 12)} | {f"K{i}" for i in range(1, 11)} | {"P3", "P4", "P5"} == told.keys()
+    assert {f"S{i}" for i in range(1, 13)} | {f"K{i}" for i in range(1, 11)} | {"P3", "P4", "P5"} == told.keys()
     browser.key("p")
     for how in (browser.hover, browser.click):
         how(".story .rule[data-rule='S3']")

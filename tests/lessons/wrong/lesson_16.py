@@ -4,8 +4,10 @@ WRONG = {
     "forgets the arrival": [("times[line.event.request_id] = [line.time]", "times[line.event.request_id] = []")],
     "takes the plan for the token": [
         (
-            "        if isinstance(line.event, Sampled):\n            for request_id in line.event.token_ids:",
-            "        if isinstance(line.event, Planned):\n            for request_id, _, _ in line.event.scheduled:",
+            "        if isinstance(line.event, Sampled):\n            for request_id, token_ids in line.event.token_ids.items():\n"
+            "                times[request_id] += [line.time] * len(token_ids)",
+            "        if isinstance(line.event, Planned):\n            for request_id, _, _ in line.event.scheduled:\n"
+            "                times[request_id].append(line.time)",
         )
     ],
     "takes the value to the right": [
