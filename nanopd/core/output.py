@@ -49,9 +49,7 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # drafts, among those scheduled
     num_common_prefix_blocks: int = 0
-    grammar_bitmask: dict[str, list[bytes]] = field(
-        default_factory=dict
-    )  # what grammars allow: next, and after each draft (S12)
+    grammar_bitmask: dict[str, list[bytes]] = field(default_factory=dict)  # allowed next, and after each draft (S12)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     lost_req_ids: set[str] = field(default_factory=set)  # alive, but the worker must forget them: see `take_back`

@@ -422,7 +422,7 @@ class Scheduler:
                 break
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.kv.update_block_hashes(request)
-        if self.config.speculative_ngram:
+        if self.config.speculative_ngram and status is None:
             left = request.sampling_params.max_tokens - request.num_output_tokens
             left = min(left, self.max_model_len - request.num_tokens) - 1  # if all are right there is one token more
             request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))

@@ -7,7 +7,10 @@ A batch is flat: the tokens of all requests one after the other, with no padding
     seq_lens             37        90   2             tokens each request will have in the cache after this step
 
 A backend first stores the new K and V in their slots and then lets each token see every earlier position of its own
-request. The model calls `ForwardContext.attend` once a layer and knows nothing of all this. Rules K1, T4; lesson 07.
+request. The model calls `ForwardContext.attend` once a layer and knows nothing of all this.
+
+Cascade: where all requests begin with the same blocks, every token attends to these as if they were one request's, and then
+to what is its own request's. The two outputs are weighed by the sums of their softmaxes. Rules K1, T4; lessons 07 and 09.
 """
 
 import os
