@@ -26,6 +26,12 @@ class UserError(ValueError):
     """
 
 
+def require(holds: bool, sentence: str) -> None:
+    """Raises UserError(sentence) unless it holds."""
+    if not holds:
+        raise UserError(sentence)
+
+
 def opt(default: Any, help: str, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
     """A field that is also a command-line option, with the values it may have: a range, ends included, or a choice.
 

@@ -10,6 +10,7 @@ A request knows nothing about tensors or about text. Lesson 00 follows one from 
 import enum
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = "waiting for grammar"
     WAITING_FOR_REMOTE_KVS = "waiting for remote KVs"
+    WAITING_FOR_STREAMING_REQ = "waiting for input"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED_STOPPED = "stop"
@@ -44,7 +46,8 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: frozenset({_S.RUNNING}) | BLOCKED | _CUT_SHORT,
     _S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted: it is compiled
     _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted, or given up: compute it here
-    _S.RUNNING: frozenset({_S.PREEMPTED}) | FINISHED,
+    _S.WAITING_FOR_STREAMING_REQ: frozenset({_S.WAITING}) | _CUT_SHORT,  # a session: further input has come
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.WAITING_FOR_STREAMING_REQ}) | FINISHED,
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
     **{status: frozenset() for status in FINISHED},
 }
@@ -100,6 +103,7 @@ class Request:
         cache_salt: only requests with the same salt share cached blocks (rule K2).
         kv_transfer_params: for the connector; the scheduler does not look inside.
         priority: lower is more urgent; counts with the scheduling policy `priority`.
+        turn: of a session, a request that gets further input (rule S13): which input this is, from 0. None: no session.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Request:
         cache_salt: str | None = None,
         kv_transfer_params: Any = None,
         priority: int = 0,
+        turn: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -120,6 +125,8 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
         self.priority = priority
+        self.turn = turn
+        self.streaming_queue: deque[Request] = deque()  # a session's further input, as requests with its id
         self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
         self.num_prompt_tokens = len(self.token_ids)
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
@@ -145,6 +152,23 @@ class Request:
         self._status = new
         self.metrics.history.append((time.monotonic(), new.value))
 
+    def resume(self) -> None:
+        """Takes up the next input of a session: all that was said so far becomes the prompt of another answer (S13)."""
+        turn = self.streaming_queue.popleft()
+        self.token_ids.extend(turn.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        for name in (
+            "turn",
+            "sampling_params",
+            "eos_token_ids",
+            "stop_token_ids",
+            "priority",
+            "metrics",
+            "stop_reason",
+        ):
+            setattr(self, name, getattr(turn, name))
+        self.status = RequestStatus.WAITING
+
     @property
     def num_tokens(self) -> int:
         """Prompt + output."""
@@ -158,6 +182,18 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def check_stop(self, max_model_len: int) -> RequestStatus | None:
+        """Does the last token end the request? Stop strings are not known here: text is somebody else's business."""
+        params, token_id = self.sampling_params, self.token_ids[-1]
+        # With a grammar, an EOS so early has passed the sampler because nothing else was allowed (S12).
+        ended = params.structured_outputs and token_id in self.eos_token_ids
+        if ended or (token_id in self.stop_token_ids and self.num_output_tokens >= params.min_tokens):
+            self.stop_reason = None if token_id in self.eos_token_ids else token_id
+            return RequestStatus.FINISHED_STOPPED
+        if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
+            return RequestStatus.FINISHED_LENGTH
+        return None
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self._status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

@@ -275,7 +275,7 @@ core.abort_requests(["A"])
 
 # %%
 r = request
-message = Add(r.request_id, prompt_ids, params, list(tokenizer.eos_token_ids), None, None, 0, r.metrics)
+message = Add(r.request_id, prompt_ids, params, list(tokenizer.eos_token_ids), None, None, 0, None, r.metrics)
 wire = msgspec.msgpack.encode(message)
 assert msgspec.msgpack.decode(wire, type=Add).prompt_token_ids == prompt_ids
 show.say(f"{len(wire)} bytes: {wire[:60]!r} …")

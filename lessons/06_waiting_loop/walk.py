@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nanopd.config import SamplingParams
 from nanopd.connector.base import KVConnectorScheduler
 from nanopd.core.output import KVConnectorOutput
 from nanopd.engine.structured_output import StructuredOutputManager
-from nanopd.request import RequestStatus
+from nanopd.request import Request, RequestStatus
 from nanopd_lessons import drive, show
 
 
@@ -363,6 +364,53 @@ assert "minimum (5) is greater than maximum (3)" in wrong.stop_reason and b.stat
 manager.close()
 
 # %% [markdown]
+# ## A session waits for its client (S13)
+# S is a session: its request has a `turn`. It says 6 tokens and gets 3. Then it is idle: in none of the queues, with its
+# blocks.
+
+
+# %%
+def say(s, turn, tokens, max_tokens=3):
+    s.add_request(Request("S", tokens, SamplingParams(max_tokens=max_tokens, seed=0), turn=turn))
+
+
+s = drive.scheduler(num_blocks=6, max_num_seqs=1)
+say(s, 0, range(6))
+drive.run(s)
+session = s.requests["S"]
+show.queues(s, "after the first answer")
+assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ and ids(s.idle.values()) == ["S"]
+assert session.num_tokens == 9 and len(s.kv.get_block_ids("S")) == 2 and not s.has_unfinished_requests()
+
+# %% [markdown]
+# 4 more tokens under the same id. 5 are computed: these, and the last of the answer. For the worker it is new again.
+# While that runs, still more comes: it waits in the `streaming_queue`.
+
+# %%
+say(s, 1, range(20, 24))
+plan = drive.step(s)
+assert plan.num_scheduled_tokens == {"S": 5} and [new.num_computed_tokens for new in plan.scheduled_new_reqs] == [8]
+say(s, 2, [30])
+assert [turn.token_ids.tolist() for turn in session.streaming_queue] == [[30]]
+drive.run(s)
+assert session.turn == 2 and session.num_tokens == 9 + (4 + 3) + (1 + 3) and len(s.kv.get_block_ids("S")) == 5
+
+# %% [markdown]
+# S has been idle, with 5 of the 6 blocks. A comes and needs 2: S gives up its own, and nobody is preempted. Its blocks are
+# free, and can still be found. A overwrites one of them; then S goes on.
+
+# %%
+s.add_request(drive.request("A", 6, max_tokens=2))
+plan = drive.step(s)
+assert plan.num_scheduled_tokens == {"A": 6} and "S" not in s.kv.tables and s._num_preemptions == 0
+show.blocks(s.kv, "A runs, the blocks of S are free and have hashes")
+drive.run(s)
+say(s, 3, [40, 41])
+plan = drive.step(s)
+print("found again:", plan.scheduled_new_reqs[0].num_computed_tokens, "of", session.num_tokens - 1)
+assert plan.scheduled_new_reqs[0].num_computed_tokens == 16 and plan.num_scheduled_tokens == {"S": 6}
+
+# %% [markdown]
 # ## Check yourself
 # 1. 8 prompt tokens, 4 of them found here, all 8 elsewhere.
 
@@ -417,3 +465,15 @@ plan = drive.step(s)
 (new,) = plan.scheduled_new_reqs
 assert new.num_computed_tokens == 7 and plan.num_scheduled_tokens == {"A": 1}
 assert s.kv.tables["A"][7 // 4].block_hash is not None
+
+# %% [markdown]
+# 6. A session has said 20 tokens and been answered with 5; then come 3. With its blocks; without them and a prefix cache.
+
+# %%
+for kept in (True, False):
+    s = drive.scheduler(num_blocks=16, enable_prefix_caching=False)
+    say(s, 0, range(20), max_tokens=5)
+    drive.run(s)
+    assert kept or s._take_blocks(s.idle.values())
+    say(s, 1, range(3))
+    assert drive.step(s).num_scheduled_tokens == {"S": 4 if kept else 28}

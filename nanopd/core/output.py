@@ -116,6 +116,7 @@ class SchedulerStats:
     num_loading: int  # WAITING_FOR_REMOTE_KVS
     num_compiling: int  # WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, and their grammar is not ready
     num_reclaiming: int  # ended or given up, with blocks that a peer may still touch
+    num_idle: int  # sessions: WAITING_FOR_STREAMING_REQ
     kv_cache_usage: float
     num_preemptions: int
     prefix_cache_queries: int  # tokens looked up in the prefix cache

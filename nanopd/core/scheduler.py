@@ -9,17 +9,21 @@ waiting ones. A chunk of a long prompt, a decode (one token) and a prefix hit ar
                      ^                              '--> step_skipped_waiting --.
                      '----------------- end of the step -----------------------'
 
-It knows nothing about tensors, text or sockets. Rules S1-S12; lessons 04, 05 and 06.
+A session's answer ends, and the request stays: `idle`, until its next input brings it back to `waiting` (S13).
+
+It knows nothing about tensors, text or sockets. Rules S1-S13; lessons 04, 05 and 06.
 """
 
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from nanopd.config import EngineConfig, UserError
+from nanopd.config import EngineConfig, UserError, require
 from nanopd.core.block_pool import KVCacheBlock
+from nanopd.core.debug import check_queues, describe
 from nanopd.core.kv_cache import KVCacheManager, reclaimed
 from nanopd.core.ngram import propose
 from nanopd.core.output import (
@@ -68,6 +72,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
+        self.idle: dict[str, Request] = {}  # sessions that wait for input, those that have waited longest first
         self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
         self.compiling: set[str] = set()  # ids whose grammar is not ready (rule S12)
@@ -80,31 +85,52 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Puts a request into `waiting`, behind all that go first. Raises UserError if it could never be served (S9)."""
-        if request.request_id in self.requests or request.request_id in self.reclaiming:
-            raise UserError(
-                f"Request id {request.request_id!r} is already in use; ids of unfinished requests must differ."
-            )
-        if request.num_tokens == 0:
-            raise UserError("The prompt is empty; it needs at least one token.")
-        if request.num_tokens >= self.max_model_len:
-            raise UserError(
-                f"The prompt has {request.num_tokens} tokens, and max_model_len is {self.max_model_len} for prompt and "
-                f"output together; shorten it to at most {self.max_model_len - 1} tokens."
-            )
-        self.kv.update_block_hashes(request)
-        self.requests[request.request_id] = request
-        place = bisect_right(self.waiting, self._rank(request), key=self._rank)
-        self.waiting.insert(place, request)
+        """Puts a request into `waiting`, behind all that go first; further input of a session into its `streaming_queue`.
+
+        Raises UserError if it could never be served (S9), or if its session has ended.
+        """
+        request_id, session = request.request_id, self.requests.get(request.request_id)
+        require(session is not None or not request.turn, f"Session {request_id!r} has ended; begin another one.")
+        in_use = not request.turn and (session is not None or request_id in self.reclaiming)
+        require(not in_use, f"Request id {request_id!r} is already in use; ids of unfinished requests must differ.")
+        require(request.num_tokens > 0, "The prompt is empty; it needs at least one token.")
+        self._check_length(request, session)
         if self.trace is not ignore:
-            most = request.sampling_params.max_tokens
-            self.trace(Arrived(request.request_id, request.token_ids.tolist(), most, place))
+            most, place = request.sampling_params.max_tokens, 0 if session else self._place(request)
+            self.trace(Arrived(request_id, request.token_ids.tolist(), most, place))
+        if session:
+            session.streaming_queue.append(request)
+            if request_id in self.idle:
+                self._next_turn(session)
+        else:
+            self.requests[request_id] = request
+            self._queue(request)
+
+    def _check_length(self, request: Request, session: Request | None) -> None:
+        """S9. Raises UserError."""
+        before, what = (session.num_tokens, "session, with this input,") if session else (0, "prompt")
+        num_tokens = before + request.num_tokens
+        limit = f"and max_model_len is {self.max_model_len} for prompt and output together"
+        shorten = f"shorten it to at most {self.max_model_len - 1} tokens."
+        require(num_tokens < self.max_model_len, f"The {what} has {num_tokens} tokens, {limit}; {shorten}")
+
+    def _queue(self, request: Request) -> None:
+        """Into `waiting`. With a grammar it also has to wait for that."""
+        self.kv.update_block_hashes(request)
+        place = self._place(request)
+        self.waiting.insert(place, request)
+        if request.turn:
+            self._trace_move(request, "S13", place=place)
         if request.sampling_params.structured_outputs:
             assert self.structured_outputs, "nobody compiles grammars here"
             self.structured_outputs.start(request)
             self.compiling.add(request.request_id)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self._trace_move(request, "S12")
+
+    def _place(self, request: Request) -> int:
+        """In `waiting`: behind all that go first."""
+        return bisect_right(self.waiting, self._rank(request), key=self._rank)
 
     def _rank(self, request: Request) -> float:
         """Who ranks lowest goes first, and is preempted last. FCFS: all rank the same, and queues keep their order.
@@ -132,7 +158,12 @@ class Scheduler:
         self.skipped_waiting = deque(r for r in self.skipped_waiting if r.request_id not in ended)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests or self.reclaiming or (self.connector and self.connector.has_news()))
+        return bool(self.num_active or self.reclaiming or (self.connector and self.connector.has_news()))
+
+    @property
+    def num_active(self) -> int:
+        """Unfinished requests that want something: all but idle sessions."""
+        return len(self.requests) - len(self.idle)
 
     # ---------------------------------------------------------------- one step
 
@@ -144,7 +175,7 @@ class Scheduler:
             self._schedule_running(output)
             # After a preemption nobody is admitted: whoever was thrown out must not come back past those who stayed.
             lookups_pending = not output.preempted_req_ids and self._schedule_waiting(output)
-            if self.requests and not output.num_scheduled_tokens:
+            if self.num_active and not output.num_scheduled_tokens:
                 self._ensure_progress(lookups_pending, bool(output.preempted_req_ids))
             output.num_common_prefix_blocks = self.kv.get_num_common_prefix_blocks(self.running)
             if self.connector:
@@ -202,6 +233,8 @@ class Scheduler:
             if num_new == 0:
                 continue
             while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
+                if self._take_blocks(chain(self.idle.values(), reversed(self.waiting), reversed(self.skipped_waiting))):
+                    continue
                 victim = max(reversed(self.running), key=self._rank)  # FCFS: the last
                 at = self.running.index(victim)
                 del self.running[at]
@@ -245,7 +278,7 @@ class Scheduler:
 
                 hits: list[KVCacheBlock] = []
                 num_computed, num_external, load_async = request.num_computed_tokens, 0, False
-                holds_blocks = request.request_id in self.kv.tables  # only a request whose remote load has ended does
+                holds_blocks = request.request_id in self.kv.tables  # its remote load has ended, or it is a session
                 if not holds_blocks:  # what is computed already, here or elsewhere?
                     hits = self.kv.get_computed_blocks(request)
                     num_computed = len(hits) * self.kv.block_size
@@ -260,12 +293,18 @@ class Scheduler:
                         num_computed += num_external
                 num_new = 0 if load_async else self._num_new_tokens(request, num_computed, budget)
                 if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
+                    if self._take_blocks(self.idle.values()):
+                        continue
                     break  # nobody overtakes the head of the queue
 
                 block_ids = self.kv.get_block_ids(request.request_id)
+                if request.metrics.first_scheduled_time is None:
+                    request.metrics.first_scheduled_time = time.monotonic()
+                    request.metrics.num_cached_tokens = num_computed
                 if not holds_blocks:
                     num_local = len(hits) * self.kv.block_size
-                    self._count_hits(request, num_local, num_external)
+                    self._num_queried += request.num_tokens
+                    self._num_hit += num_local
                     request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
                     if self.connector and request.ask_connector:
                         try:
@@ -333,7 +372,16 @@ class Scheduler:
         self._trace_move(request, "S5")
         return True
 
-    def _forget_external_tokens(self, request: Request) -> None:
+    def _take_blocks(self, requests: Iterable[Request]) -> bool:
+        """S13: the first session among these that holds blocks, and does not run, gives them up; they stay in the prefix
+        cache. Returns whether there was one."""
+        holders = (r for r in requests if r.turn is not None and r.request_id in self.kv.tables)
+        session = next((r for r in holders if r.status is not RequestStatus.WAITING_FOR_REMOTE_KVS), None)
+        if session:
+            self._forget_external_tokens(session, "S13")
+        return session is not None
+
+    def _forget_external_tokens(self, request: Request, rule: str = "S10") -> None:
         """Gives a waiting request's blocks back; it will be computed here like any other."""
         self.kv.free(request.request_id)
         request.metrics.num_cached_tokens -= request.num_external_tokens
@@ -342,7 +390,7 @@ class Scheduler:
         self.finished_recving_kv_req_ids.discard(request.request_id)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             request.status = RequestStatus.WAITING
-        self._trace_move(request, "S10")
+        self._trace_move(request, rule)
 
     def _ensure_progress(self, lookups_pending: bool, preempted: bool) -> None:
         """S10 and S11: nothing was scheduled. Is something on its way, or must somebody give way?
@@ -371,7 +419,7 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Takes in what the worker computed: new tokens, ended requests, finished transfers. Returns the news."""
         news: list[EngineCoreOutput] = []
-        stopped: set[str] = set()
+        stopped: dict[str, Request] = {}
         now = time.monotonic()
         if self.structured_outputs:
             for request_id, error in self.structured_outputs.get_finished().items():
@@ -381,11 +429,8 @@ class Scheduler:
         ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
         self.trace(Sampled(sampled))
         for request_id, status in ends.items():
-            request = self.requests[request_id]
-            metrics = request.metrics
-            metrics.last_token_time = now
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
+            request, metrics = self.requests[request_id], self.requests[request_id].metrics
+            metrics.first_token_time, metrics.last_token_time = metrics.first_token_time or now, now
             if drafts := scheduler_output.scheduled_spec_decode_tokens.get(request_id):
                 num_accepted = len(output.sampled_token_ids[request_id]) - 1
                 metrics.num_draft_tokens += len(drafts)
@@ -395,13 +440,16 @@ class Scheduler:
             token_ids, logprobs = sampled[request_id], output.logprobs.get(request_id)
             item = EngineCoreOutput(request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)])
             if status is not None:
-                request.status = status
+                stopped[request_id] = request
                 item.finish_reason, item.stop_reason = status.value, request.stop_reason
-                item.kv_transfer_params = self._release(request)
-                stopped.add(request_id)
+                if request.turn is None:
+                    request.status = status
+                    item.kv_transfer_params = self._release(request)
             news.append(item)
         if stopped:
             self.running = [r for r in self.running if r.request_id not in stopped]
+        for session in [r for r in stopped.values() if r.turn is not None]:
+            news += self._end_turn(session)
         if output.kv_connector_output is not None:
             news += self._update_from_connector(output.kv_connector_output)
         self.trace(Stepped())
@@ -417,7 +465,7 @@ class Scheduler:
         status, token_ids = None, sampled[request.request_id]
         for count, token_id in enumerate(token_ids, 1):
             request.token_ids.append(token_id)
-            if (status := self._check_stop(request, token_id)) is not None:
+            if (status := request.check_stop(self.max_model_len)) is not None:
                 sampled[request.request_id] = token_ids[:count]
                 break
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -428,17 +476,27 @@ class Scheduler:
             request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
         return status
 
-    def _check_stop(self, request: Request, token_id: int) -> RequestStatus | None:
-        """Does this token end the request? Stop strings are not known here: text is somebody else's business."""
-        params = request.sampling_params
-        # With a grammar, an EOS so early has passed the sampler because nothing else was allowed (S12).
-        ended = params.structured_outputs and token_id in request.eos_token_ids
-        if ended or (token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens):
-            request.stop_reason = None if token_id in request.eos_token_ids else token_id
-            return RequestStatus.FINISHED_STOPPED
-        if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
-            return RequestStatus.FINISHED_LENGTH
-        return None
+    def _end_turn(self, session: Request) -> list[EngineCoreOutput]:
+        """S13: the answer has ended, and the session stays, with its blocks. The worker will be told anew about it."""
+        session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        session.spec_token_ids, session.num_external_tokens = [], 0
+        self.idle[session.request_id] = session
+        self._lost_req_ids.add(session.request_id)
+        if self.structured_outputs:
+            self.structured_outputs.forget(session.request_id)
+        self._trace_move(session, "S13")
+        return self._next_turn(session) if session.streaming_queue else []
+
+    def _next_turn(self, session: Request) -> list[EngineCoreOutput]:
+        """An idle session takes up its next input. If that is too long by now, the session ends with an error."""
+        try:
+            self._check_length(session.streaming_queue[0], session)
+        except UserError as error:
+            return self._fail(session.request_id, str(error))
+        del self.idle[session.request_id]
+        session.resume()
+        self._queue(session)
+        return []
 
     def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
         """Transfers that ended: who can be promoted, who computes itself (or fails, S10), whose blocks are free now."""
@@ -483,6 +541,7 @@ class Scheduler:
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
         self.compiling.discard(request_id)
+        self.idle.pop(request_id, None)
         if self.structured_outputs:
             self.structured_outputs.forget(request_id)
         if delay_free or still_loading:
@@ -498,40 +557,16 @@ class Scheduler:
         computed = request.num_computed_tokens, request.num_external_tokens
         self.trace(Moved(request.request_id, request.status.value, *computed, rule, by, place))
 
-    def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
-        self._num_queried += request.num_tokens
-        self._num_hit += num_local
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
-            request.metrics.num_cached_tokens = num_local + num_external
-
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming)
+        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.idle)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
         drafts = self._num_drafts, self._num_accepted
         return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *drafts)
 
     def check_invariants(self) -> None:
-        """Rule K10, and that each unfinished request stands in exactly one queue. Raises AssertionError."""
-        self.kv.check_invariants([*self.requests, *map(reclaimed, self.reclaiming)])
-        queued = [r.request_id for queue in (self.running, self.waiting, self.skipped_waiting) for r in queue]
-        assert sorted(queued) == sorted(self.requests), f"queues hold {queued}, requests are {list(self.requests)}"
-        assert all(r.status is RequestStatus.RUNNING for r in self.running), f"{self.running}"
-        waiting = [*self.waiting, *self.skipped_waiting]
-        assert not any(r.status is RequestStatus.RUNNING or r.status.is_finished for r in waiting), f"{waiting}"
-        remote = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
-        assert remote == self.loading | self.finished_recving_kv_req_ids
-        blocked = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
-        assert self.compiling <= blocked, f"compiling {self.compiling}, blocked {blocked}"
-        if not self.requests and not self.reclaiming:
-            assert self.kv.pool.num_free_blocks == len(self.kv.pool.blocks), (
-                "nothing is unfinished, yet blocks are held"
-            )
+        """See debug.py. Raises AssertionError."""
+        check_queues(self)
 
     def __repr__(self) -> str:
-        pool = self.kv.pool
-        return (
-            f"Scheduler(running={self.running}, waiting={[*self.waiting]}, skipped_waiting={[*self.skipped_waiting]}, "
-            f"loading={self.loading}, free blocks={pool.num_free_blocks}/{len(pool.blocks)})"
-        )
+        return f"Scheduler({describe(self)})"

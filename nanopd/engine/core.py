@@ -12,12 +12,11 @@ from collections.abc import Iterable
 
 import torch
 
-from nanopd.config import EngineConfig, KVTransferConfig
+from nanopd.config import EngineConfig, KVTransferConfig, require
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
 from nanopd.engine.structured_output import StructuredOutputManager
-from nanopd.models.config import require
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.trace.file import FileTracer, Header

@@ -11,13 +11,15 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nanopd.config import EngineConfig, SamplingParams, UserError
+from nanopd.config import EngineConfig, SamplingParams, UserError, require
 from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs
 from nanopd.engine.detokenizer import Detokenizer
@@ -68,9 +70,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class RequestOutput:
-    """A prompt and its completions so far. The same object is returned, grown, in each step that adds to it."""
+    """A prompt and its completions so far. The same object is returned, grown, in each step that adds to it. Of a session
+    each turn has one: the prompt is its input alone."""
 
     request_id: str
     prompt: str | None
@@ -88,6 +91,16 @@ class _Running:
     output: RequestOutput
     completion: CompletionOutput
     detokenizer: Detokenizer
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    """A request that stays open (rule S13)."""
+
+    num_turns: int = 0
+    idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if no turn of it runs
+    num_tokens: int = 0  # of all inputs, and of the answers that have ended
+    queue: deque[_Running] = dataclasses.field(default_factory=deque)  # turns behind the one that runs
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +135,7 @@ class Frontend:
         self.eos_token_ids = info.eos_token_ids or self.tokenizer.eos_token_ids
         self._running: dict[str, _Running] = {}  # by id in the engine core: each of n completions has its own
         self._live: set[str] = set()  # ids of the outputs that are not finished
+        self.sessions: dict[str, _Session] = {}  # those that are open
         self._ids = itertools.count()
 
     def add_request(
@@ -131,53 +145,94 @@ class Frontend:
         request_id: str | None = None,
         kv_transfer_params: Transfer = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> RequestOutput:
         """Queues one prompt. Returns its output object, still empty. Raises UserError if it can never be served.
 
         `kv_transfer_params` are about the prompt, which is transferred once: the first of n completions gets them.
         `priority`: lower is more urgent; for an engine with the scheduling policy `priority`.
+        `session`: the prompt goes on where the last answer in this session ended. It may come before it has.
         """
         if type(priority) is not int or abs(priority) > 1000:
             raise UserError(f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
-        if priority and self._info.scheduling_policy != "priority":
-            raise UserError(
-                "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
-            )
-        if request_id is None:
-            request_id = next(i for i in map(str, self._ids) if i not in self._live)
-        child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
-        if request_id in self._live or not self._running.keys().isdisjoint(child_ids):
-            raise UserError(f"Request id {request_id!r} is already in use.")
+        has_priorities = self._info.scheduling_policy == "priority"
+        wanted = "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
+        require(has_priorities or not priority, wanted)
         text, token_ids, cache_salt = self._tokenize(prompt)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        count, most = len(token_ids), self._info.max_model_len - 1
+        known = self.sessions.get(session or "")
+        if session is not None:
+            require(known is not None, f"There is no session {session!r}; it may have ended. Open another one.")
+            alone = params.n == 1 and not params.stop and kv_transfer_params is None and request_id is None
+            require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
+            only_first = "A session has the cache_salt of its first input; leave it away afterwards."
+            require(not (known and known.num_turns and cache_salt), only_first)
+        request_id = session or request_id or self._new_id()
+        child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
+        used = self._live | self._running.keys() | self.sessions.keys()
+        if not known and (request_id in used or not used.isdisjoint(child_ids)):
+            raise UserError(f"Request id {request_id!r} is already in use.")
+        count, most = len(token_ids), self._info.max_model_len - 1 - (known.num_tokens if known else 0)
         if not 0 < count <= most:
-            limits = f"it can't be empty, and have at most {most} tokens: max_model_len is {most + 1}, with the output"
-            raise UserError(f"The prompt has {count} tokens; {limits}.")
-        seed = params.seed
+            after = f", after {known.num_tokens} tokens in this session" if known and known.num_tokens else ""
+            limits = f"max_model_len is {self._info.max_model_len}, with the output{after}"
+            raise UserError(
+                f"The prompt has {count} tokens; it can't be empty, and have at most {most} tokens: {limits}."
+            )
+        turn, seed = known.num_turns if known else None, params.seed
         if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
-            digest = hashlib.blake2b(f"{self._seed}/{request_id}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little") >> 1
+            name = f"{self._seed}/{request_id}" + (f"/{turn}" if known else "")
+            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         output = RequestOutput(request_id, text, token_ids, [], RequestMetrics())
         for i, child_id in enumerate(child_ids):
             own = dataclasses.replace(params, n=1, seed=(seed + i) % 2**63)
             transfer = kv_transfer_params if i == 0 else None
-            request = Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer, priority)
+            request = Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer, priority, turn)
             self._core.add_request(request)
             output.outputs.append(CompletionOutput(i, logprobs=None if params.logprobs is None else []))
-            detokenizer = Detokenizer(self.tokenizer, token_ids, own)
-            self._running[child_id] = _Running(output, output.outputs[i], detokenizer)
-        self._live.add(request_id)
+            running = _Running(output, output.outputs[i], Detokenizer(self.tokenizer, token_ids, own))
+            if known and child_id in self._running:
+                known.queue.append(running)
+            else:
+                self._running[child_id] = running
+        if known:
+            known.num_turns, known.num_tokens = known.num_turns + 1, known.num_tokens + count
+        else:
+            self._live.add(request_id)
         return output
 
-    def abort_requests(self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None) -> None:
-        """Ends requests; their outputs keep what they have, with this finish reason, and `why` as stop reason."""
+    def open_session(self, request_id: str | None = None) -> str:
+        """A request that gets its input piece by piece, and keeps its KV cache in between (rule S13). Returns its id, for
+        `add_request`; `abort_requests` ends it."""
+        request_id = request_id or self._new_id()
+        require(request_id not in self._live | self.sessions.keys(), f"Request id {request_id!r} is already in use.")
+        self.sessions[request_id] = _Session()
+        return request_id
+
+    def end_idle_sessions(self, timeout: float) -> None:
+        """Ends the sessions that have waited longer than that, in seconds, for their next input."""
+        before = time.monotonic() - timeout
+        idle = [i for i, session in self.sessions.items() if i not in self._running and session.idle_since < before]
+        self.abort_requests(idle)
+
+    def _new_id(self) -> str:
+        return next(i for i in map(str, self._ids) if i not in self._live and i not in self.sessions)
+
+    def abort_requests(
+        self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None
+    ) -> list[RequestOutput]:
+        """Ends requests and sessions. Their outputs, which are returned, keep what they have, with this finish reason, and
+        `why` as stop reason."""
         wanted = set(request_ids)
+        sessions = {i: self.sessions.pop(i) for i in wanted & self.sessions.keys()}
         ended = {i: running for i, running in self._running.items() if running.output.request_id in wanted}
-        self._core.abort_requests(ended)
-        for request_id, running in ended.items():
-            running.completion.finish_reason, running.completion.stop_reason = reason, why
+        self._core.abort_requests(ended.keys() | sessions.keys())
+        turns = [*ended.values(), *(turn for session in sessions.values() for turn in session.queue)]
+        for turn in turns:
+            turn.completion.finish_reason, turn.completion.stop_reason, turn.output.finished = reason, why, True
+        for request_id in ended:
             self._finish(request_id)
+        return [turn.output for turn in turns]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -187,19 +242,21 @@ class Frontend:
 
         News of a request that has ended here are ignored: they were under way when it did.
         """
-        changed: dict[str, RequestOutput] = {}
+        changed: dict[RequestOutput, None] = {}
         stopped: list[str] = []  # by their text: the engine core cannot know
         for item in news:
             if (running := self._running.get(item.request_id)) is None:
                 continue
             self._take_in(running, item)
-            changed[running.output.request_id] = running.output
+            changed[running.output] = None
             if running.completion.finish_reason is not None:
                 self._finish(item.request_id)
                 if item.finish_reason is None:
                     stopped.append(item.request_id)
+                elif item.finish_reason == "error":  # it ends a session, with all that waits there
+                    changed |= dict.fromkeys(self.abort_requests([item.request_id], "error", str(item.stop_reason)))
         self._core.abort_requests(stopped)
-        return list(changed.values())
+        return list(changed)
 
     def _take_in(self, running: _Running, news: EngineCoreOutput) -> None:
         """Adds what is new to a completion; a stop string in its text ends it."""
@@ -224,10 +281,16 @@ class Frontend:
             completion.finish_reason, completion.stop_reason = "stop", stop
 
     def _finish(self, request_id: str) -> None:
-        output = self._running.pop(request_id).output
-        output.finished = all(completion.finish_reason is not None for completion in output.outputs)
-        if output.finished:
-            self._live.discard(output.request_id)
+        """A completion has ended. In a session the next one begins."""
+        running = self._running.pop(request_id)
+        running.output.finished = all(completion.finish_reason is not None for completion in running.output.outputs)
+        if session := self.sessions.get(request_id):
+            session.num_tokens += len(running.completion.token_ids)
+            session.idle_since = time.monotonic()
+            if session.queue:
+                self._running[request_id] = session.queue.popleft()
+        elif running.output.finished:
+            self._live.discard(running.output.request_id)
 
     def _describe(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         ranked = {t: Logprob(p, rank, self.tokenizer.decode([t], False)) for rank, (t, p) in enumerate(logprobs.top, 1)}
@@ -284,10 +347,11 @@ class LLM(Frontend):
         sampling_params: Params = None,
         use_tqdm: bool = False,
         priority: Sequence[int] | None = None,
+        session: str | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
-        `priority`: one for each prompt, lower is more urgent.
+        `priority`: one for each prompt, lower is more urgent. `session`: from `open_session`; the prompts are its input.
         Raises UserError before anything runs if one of the prompts cannot be served.
         """
         single = isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int))
@@ -300,7 +364,7 @@ class LLM(Frontend):
         outputs: list[RequestOutput] = []
         try:
             for prompt, wish, urgency in zip(todo, params, priorities):
-                outputs.append(self.add_request(prompt, wish or SamplingParams(), priority=urgency))
+                outputs.append(self.add_request(prompt, wish or SamplingParams(), priority=urgency, session=session))
             while not all(output.finished for output in outputs):
                 self.step()
         except BaseException:

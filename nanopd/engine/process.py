@@ -24,6 +24,7 @@ from msgspec.msgpack import decode, encode
 
 from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, UserError
 from nanopd.connector.protocol import KVTransferParams
+from nanopd.core.debug import describe
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.engine.llm import EngineInfo
 from nanopd.request import Request, RequestMetrics
@@ -46,6 +47,7 @@ class Add(Message):
     cache_salt: str | None
     kv_transfer_params: KVTransferParams | None
     priority: int
+    turn: int | None
     metrics: RequestMetrics
 
 
@@ -105,7 +107,7 @@ class EngineClient:
 
     def add_request(self, request: Request) -> None:
         ids, eos, r = request.token_ids.tolist(), list(request.eos_token_ids), request
-        more = r.cache_salt, r.kv_transfer_params, r.priority, r.metrics
+        more = r.cache_salt, r.kv_transfer_params, r.priority, r.turn, r.metrics
         self.send(Add(r.request_id, ids, r.sampling_params, eos, *more))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -164,7 +166,7 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
     said, s = b"", core.scheduler
     while os.getppid() == server_pid:
         news: list[EngineCoreOutput] = []
-        wait_ms = 0 if s.requests or (s.connector and s.connector.has_news()) else 10 if s.reclaiming else 1000
+        wait_ms = 0 if s.num_active or (s.connector and s.connector.has_news()) else 10 if s.reclaiming else 1000
         while socket.poll(wait_ms):
             wait_ms = 0
             match decode(socket.recv(), type=Add | Abort | Inspect | Stop):
@@ -179,22 +181,13 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
                 case Abort(request_ids):
                     core.abort_requests(request_ids)
                 case Inspect():
-                    socket.send(encode(State(describe(core))))
+                    socket.send(encode(State(describe(core.scheduler))))
                 case Stop():
                     return
         news += core.step() if core.has_unfinished_requests() else []
         outputs = encode(Outputs(news, *core.stats()))
         if outputs != said:
             socket.send(said := outputs)
-
-
-def describe(core: "EngineCore") -> dict[str, Any]:
-    """Who is in which queue, how far each request is, and how many blocks are free."""
-    s, pool, fields = core.scheduler, core.scheduler.kv.pool, ("num_computed_tokens", "num_tokens")
-    names = ("waiting", "skipped_waiting", "running")
-    queues = {name: [r.request_id for r in getattr(s, name)] for name in names} | {"reclaiming": sorted(s.reclaiming)}
-    details = {i: {"status": r.status.value} | {f: getattr(r, f) for f in fields} for i, r in s.requests.items()}
-    return queues | {"requests": details, "free_blocks": pool.num_free_blocks, "num_blocks": len(pool.blocks)}
 
 
 if __name__ == "__main__":

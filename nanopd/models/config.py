@@ -15,18 +15,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from nanopd.config import UserError
+from nanopd.config import UserError, require
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 Size = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raises UserError(sentence) unless it holds: checks of what a model's files may contain, and of what fits it."""
-    if not holds:
-        raise UserError(sentence)
 
 
 @contextmanager

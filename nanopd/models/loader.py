@@ -15,8 +15,9 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from nanopd.config import require
 from nanopd.models import default
-from nanopd.models.config import ModelConfig, blame, read_json, require
+from nanopd.models.config import ModelConfig, blame, read_json
 from nanopd.models.decoder import Decoder
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]

@@ -16,7 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from nanopd.models.config import blame, read_json, require
+from nanopd.config import require
+from nanopd.models.config import blame, read_json
 
 # The `tokenizer_class`es for which transformers uses tokenizer.json as it stands.
 PLAIN_CLASSES = (None, "TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast")

@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's completions and chat completions, and what operators ask for.
 
     POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics, /debug/state
+    POST /v1/sessions, DELETE /v1/sessions/ID
 
 A request is checked, tokenized in a thread, and handed to the engine core's process (engine/process.py). One task takes
 in what comes back: outputs grow, and each client's handler is woken and writes what is new since its last write. So a
@@ -87,6 +88,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     return_token_ids: bool = False  # vLLM's: the ids of prompt and answer, beside the text
     cache_salt: str | None = None
     priority: int = 0  # vLLM's: lower is more urgent
+    session: str | None = None  # ours: the prompt is further input of this one
     kv_transfer_params: dict[str, Any] = {}
 
 
@@ -216,7 +218,7 @@ class Server:
         self.client, self.metrics = EngineClient(), Metrics()
         self.status, self.model = "starting", ""  # then "ok", and at the end "draining"
         self.num_unfinished = 0  # completions, asked for and not answered yet
-        self.answers: dict[str, Answer] = {}  # whom to wake, by id in the front end
+        self.answers: dict[RequestOutput, Answer] = {}  # whom to wake
         self.recent_ids: deque[str] = deque(maxlen=4096)
         self.inspections: deque[asyncio.Future[dict[str, Any]]] = deque()
 
@@ -235,6 +237,7 @@ class Server:
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
         app.add_routes([web.get("/metrics", self.numbers), web.get("/debug/state", self.state)])
         app.add_routes([web.post(path, self.complete) for path in (_COMPLETIONS, _CHAT)])
+        app.add_routes([web.post("/v1/sessions", self.open), web.delete("/v1/sessions/{id}", self.close)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         await web.TCPSite(runner, self.config.host, self.config.port).start()
@@ -251,7 +254,8 @@ class Server:
             while self.num_unfinished and time.monotonic() < end and not (receiving.done() or died.done()):
                 await asyncio.sleep(0.02)
             if self.answers:
-                self.frontend.abort_requests(self.answers, "error", "The server ends, or its engine core has died.")
+                ids = [output.request_id for output in self.answers]
+                self.frontend.abort_requests(ids, "error", "The server ends, or its engine core has died.")
                 self._wake(self.answers)
             if receiving.done():
                 receiving.result()  # raises: it ends in no other way
@@ -277,13 +281,13 @@ class Server:
                 case Outputs(outputs, scheduler, transfer):
                     self.metrics.scheduler, self.metrics.transfer = scheduler, transfer or self.metrics.transfer
                     if outputs:
-                        self._wake(output.request_id for output in self.frontend.process_outputs(outputs))
+                        self._wake(self.frontend.process_outputs(outputs))
                 case State(state):
                     self.inspections.popleft().set_result(state)
 
-    def _wake(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self.answers[request_id].changed.set()
+    def _wake(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self.answers[output].changed.set()
 
     def _check_ready(self) -> None:
         if self.status != "ok":
@@ -301,6 +305,8 @@ class Server:
             guarded = self.config.api_key is not None and request.path != "/health"
             if guarded and not hmac.compare_digest(sent.encode(errors="replace"), key.encode()):
                 raise ApiError(401, "Send the API key: Authorization: Bearer KEY.", "invalid_api_key")
+            if self.status == "ok":
+                self.frontend.end_idle_sessions(self.config.session_timeout)
             return await handler(request)
         except ApiError as error:
             failure = error
@@ -329,6 +335,10 @@ class Server:
         several = isinstance(body.prompt, list) and body.prompt and isinstance(body.prompt[0], (str, list))
         prompts: Any = body.prompt if several else [body.prompt]
         transfer = self._check_transfer(body, http["id"], len(prompts))
+        if body.session is not None:
+            self._check_session(body.session)
+            if chat or len(prompts) > 1:
+                raise ApiError(400, "Input of a session is one prompt, for /v1/completions.", param="session")
         count, most = params.n * len(prompts), self.engine.max_num_seqs + self.config.max_waiting
         if self.num_unfinished + count > most:
             status = 429 if count <= most else 400
@@ -340,9 +350,10 @@ class Server:
             tokenized = await asyncio.to_thread(self._encode, prompts, body)
             self._check_ready()
             for i, prompt in enumerate(tokenized):
-                request_id = self._unused(http["id"] if len(prompts) == 1 else f"{http['id']}-{i}")
-                answer.add(self.frontend.add_request(prompt, params, request_id, transfer, body.priority))
-                self.answers[request_id] = answer
+                name = http["id"] if len(prompts) == 1 else f"{http['id']}-{i}"
+                about = self._unused(name) if body.session is None else None, transfer, body.priority, body.session
+                answer.add(output := self.frontend.add_request(prompt, params, *about))
+                self.answers[output] = answer
             if body.stream:
                 return await self._stream(http, answer, body.stream_options.get("include_usage", False))
             while not all(output.finished for output in answer.outputs):
@@ -351,9 +362,10 @@ class Server:
             return web.json_response(answer.news() | answer.usage())
         finally:
             self.num_unfinished -= count
-            self.frontend.abort_requests(output.request_id for output in answer.outputs)
+            left = [output.request_id for output in answer.outputs if not output.finished]
+            self._wake(self.frontend.abort_requests(left))  # of a session also those who wait behind
             for output in answer.outputs:
-                del self.answers[output.request_id]
+                del self.answers[output]
                 self.metrics.observe(output)
 
     def _check_transfer(self, body: Body, request_id: str, num_prompts: int) -> KVTransferParams | None:
@@ -410,6 +422,28 @@ class Server:
                 raise
             await write(error.body)
         return response
+
+    # ---------------------------------------------------------------- sessions
+
+    async def open(self, http: web.Request) -> web.Response:
+        """A request that gets its input piece by piece, from completions with its id as `session` (rule S13)."""
+        self._check_ready()
+        most = self.engine.max_num_seqs + self.config.max_waiting
+        if len(self.frontend.sessions) >= most:
+            raise ApiError(429, f"{most} sessions are open: that is the limit. End one, or try later.", "busy")
+        id = self.frontend.open_session(self._unused(http["id"]))
+        return web.json_response({"id": id, "object": "session", "timeout": self.config.session_timeout}, status=201)
+
+    async def close(self, http: web.Request) -> web.Response:
+        """Ends a session, and what is still answered in it."""
+        self._check_ready()
+        self._check_session(id := http.match_info["id"])
+        self._wake(self.frontend.abort_requests([id]))
+        return web.json_response({"id": id, "object": "session", "deleted": True})
+
+    def _check_session(self, id: str) -> None:
+        if id not in self.frontend.sessions:
+            raise ApiError(404, f"There is no session {id!r}; it may have ended.", "session_not_found", "session")
 
     # ---------------------------------------------------------------- what operators ask for
 

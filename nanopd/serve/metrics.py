@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from nanopd.core.output import SchedulerStats, TransferStats
 from nanopd.engine.llm import RequestOutput
 
-_STATES = ("running", "waiting", "loading", "compiling", "reclaiming")
+_STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle")
 _COUNTS = (
     "num_preemptions",
     "prefix_cache_queries",
@@ -31,7 +31,7 @@ class Metrics(Collector):
     """`scheduler` and `transfer` are the engine core's latest stats."""
 
     def __init__(self) -> None:
-        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
+        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._ended = Counter("nanopd:requests", "Completions that have ended.", ["finish_reason"], registry=registry)

@@ -208,6 +208,8 @@ class Router:
         except (ValueError, TypeError, RecursionError, TimeoutError, web.HTTPRequestEntityTooLarge) as problem:
             wish = f"a JSON object of at most {MAX_BODY} bytes, and come within {BODY_TIMEOUT:.0f} seconds"
             return error(getattr(problem, "status", 400), f"The body must be {wish}.")
+        if body.get("session") is not None:
+            return error(400, "A session lives in one node; send its input there.")
         body.pop("kv_transfer_params", None)  # where a D fetches from is not for clients to say
         prompt, tried, answer = chain(body), set[Node](), error(503, "No decode node is up; try again soon.")
         while d := self.choose([node for node in self.decode if node.health and node not in tried], prompt):

@@ -34,7 +34,8 @@ class RequestEvent(Event):
 
 
 class Arrived(RequestEvent):
-    """A new request, at this place of `waiting`: its end, or with priorities somewhere else."""
+    """A new request, at this place of `waiting`: its end, or with priorities somewhere else. With the id of a session that
+    is there: further input, for its `streaming_queue` (S13)."""
 
     token_ids: list[int]
     max_tokens: int
@@ -48,8 +49,10 @@ class Moved(RequestEvent):
     preempted                 to the front of `waiting`, or to `place`: S3 case A, B or C; S8 when a step was taken back
     waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
     waiting for grammar       at its arrival: its grammar is being compiled (S12)
+    waiting for input         a session whose answer has ended, to the end of `idle` (S13); without computed tokens: it gives
+                              up its blocks for others
     waiting                   promoted: the data (S5) or the grammar (S12) is there; or nothing will come, it is computed
-                              here (S10)
+                              here (S10); a session, to `place`: with the first input of its `streaming_queue` (S13)
     stop, length, abort, error
     """
 

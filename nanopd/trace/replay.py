@@ -21,15 +21,19 @@ class State:
     def __init__(self, header: Header) -> None:
         self.kv = KVCacheManager(header.num_blocks, header.config.block_size)
         self.requests: dict[str, Request] = {}
-        self.waiting, self.skipped_waiting, self.running, self.finished = (list[str]() for _ in range(4))
+        self.waiting, self.skipped_waiting, self.running, self.idle, self.finished = (list[str]() for _ in range(5))
 
     def apply(self, event: ev.Event) -> None:
         """What the event did. Raises UserError if it cannot have happened here."""
         pool, tables = self.kv.pool, self.kv.tables
         match event:
             case ev.Arrived(i, token_ids, max_tokens, place):
-                self.requests[i] = Request(i, token_ids, SamplingParams(max_tokens=max_tokens))
-                self.waiting.insert(place, i)
+                request, session = Request(i, token_ids, SamplingParams(max_tokens=max_tokens)), self.requests.get(i)
+                if session and not session.status.is_finished:
+                    session.streaming_queue.append(request)
+                else:
+                    self.requests[i] = request
+                    self.waiting.insert(place, i)
             case ev.Moved():
                 self._move(event, RequestStatus(event.status))
             case ev.Allocated(i, ids, num_hits):
@@ -66,14 +70,19 @@ class State:
         request.num_computed_tokens, request.num_external_tokens = event.num_computed, event.num_external
         if status is request.status:
             return
-        request.status = status
-        if status is RequestStatus.RUNNING or status is RequestStatus.PREEMPTED or status.is_finished:
-            for queue in (self.waiting, self.skipped_waiting, self.running):
+        resumed = request.status is RequestStatus.WAITING_FOR_STREAMING_REQ and not status.is_finished
+        if resumed:
+            request.resume()
+        else:
+            request.status = status
+        goes_to = {RequestStatus.RUNNING: self.running, RequestStatus.WAITING_FOR_STREAMING_REQ: self.idle}
+        if resumed or status in goes_to or status is RequestStatus.PREEMPTED or status.is_finished:
+            for queue in (self.waiting, self.skipped_waiting, self.running, self.idle):
                 queue[:] = [other for other in queue if other != i]
-            if status is RequestStatus.PREEMPTED:
+            if resumed or status is RequestStatus.PREEMPTED:
                 self.waiting.insert(event.place, i)
             else:
-                (self.finished if status.is_finished else self.running).append(i)
+                goes_to.get(status, self.finished).append(i)
 
 
 def replay(header: Header, lines: Iterable[Line]) -> Iterator[tuple[int, list[Line], State]]:

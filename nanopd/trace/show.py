@@ -24,7 +24,7 @@ from nanopd.trace.events import Event, Moved, Planned, Refused, Sampled, Skipped
 from nanopd.trace.file import Header, Line, TraceReader
 from nanopd.trace.replay import State, replay
 
-_QUEUES = "waiting", "skipped_waiting", "running", "finished"
+_QUEUES = "waiting", "skipped_waiting", "running", "idle", "finished"
 _KEYS = {b"\x1b[C": "n", b" ": "n", b"\x1b[D": "b", b"\x1b[H": "g", b"\x1b[F": "G"}
 _COLOURS = "blue", "green", "yellow", "magenta", "cyan", "red", "bright_blue", "bright_green", "bright_magenta"
 

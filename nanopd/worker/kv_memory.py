@@ -19,8 +19,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopd.config import EngineConfig, SamplingParams, parse_bytes
-from nanopd.models.config import ModelConfig, require
+from nanopd.config import EngineConfig, SamplingParams, parse_bytes, require
+from nanopd.models.config import ModelConfig
 from nanopd.models.decoder import Decoder
 from nanopd.worker.sampler import SamplingRow, sample
 

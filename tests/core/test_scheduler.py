@@ -1,4 +1,4 @@
-"""Rules S1-S12, one test or more for each."""
+"""Rules S1-S12, one test or more for each. S13: test_sessions.py."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Random lives of a scheduler: arrivals, aborts, ends, remote loads that come, fail, are slow or given up, sends that end
 late, grammars that become ready, can't be compiled or fail in the middle, pools that are too small, drafts of which some
-tokens are right, priorities. Peers write garbage wherever they may, at each step.
+tokens are right, priorities, sessions with further input. Peers write garbage wherever they may, at each step.
 
 After every step the invariants K10 hold, progress (S11) is checked by the scheduler itself, and at the end everything
 that arrived has ended and every block is free.
@@ -66,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
         self.arrived: set[str] = set()
         self.aborted: set[str] = set()
+        self.turns: dict[str, int] = {}  # of sessions: how many inputs they have had
 
     @rule(
         prompt=st.one_of(PROMPTS, st.lists(st.integers(0, VOCABULARY - 1), min_size=8, max_size=30)),
@@ -75,9 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "tenant"]),
         grammar=st.sampled_from([None, None, {"regex": "x"}]),
         priority=st.integers(-2, 2),
+        session=st.booleans(),
     )
-    def arrive(self, prompt, max_tokens, remote, send, salt, grammar, priority):
+    def arrive(self, prompt, max_tokens, remote, send, salt, grammar, priority, session):
         request = make_request(f"r{self.count}", prompt, max_tokens, salt, structured_outputs=grammar)
+        request.turn = 0 if session else None
         # One arrives a second: who goes first must not hang on how fast this test runs.
         request.priority, request.metrics.arrival_time = priority, float(self.count)
         self.count += 1
@@ -87,8 +90,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add_request(request)
             self.arrived.add(request.request_id)
+            if session:
+                self.turns[request.request_id] = 1
         except UserError:
             assert not 0 < len(prompt) < self.scheduler.max_model_len
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 12),
+        grammar=st.sampled_from([None, None, {"regex": "x"}]),
+        priority=st.integers(-2, 2),
+        data=st.data(),
+    )
+    @precondition(lambda self: self.turns)
+    def say_more(self, prompt, max_tokens, grammar, priority, data):
+        """Further input of a session, whatever that does just now: also if it has ended."""
+        request_id = data.draw(st.sampled_from(sorted(self.turns)))
+        session = self.scheduler.requests.get(request_id)
+        request = make_request(request_id, prompt, max_tokens, structured_outputs=grammar)
+        request.turn, request.priority, request.metrics.arrival_time = 1, priority, float(self.count)
+        self.count += 1
+        try:
+            self.scheduler.add_request(request)
+            assert session and (session.streaming_queue or request.metrics is session.metrics)
+            self.turns[request_id] += 1
+        except UserError:
+            assert not session or len(prompt) + session.num_tokens >= self.scheduler.max_model_len
 
     @rule(n=st.integers(1, 5), seed=st.integers(0, 2**16))
     def step(self, n, seed):
@@ -96,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(n):
             SchedulerMachine.steps += 1
             room_wanted = self.connector.room_wanted
-            held = bool(self.scheduler.requests and self.scheduler.reclaiming)
+            held = bool(self.scheduler.num_active and self.scheduler.reclaiming)
             tokens = {request_id: rng.choice((0, 1, 0, 1, 0, 1, EOS)) for request_id in self.scheduler.requests}
             self.driver.right = rng.randrange(7)
             output = self.driver.step(tokens)
@@ -180,13 +207,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.answer_lookups_for_good()
-        self.grammars.news = dict.fromkeys(self.scheduler.compiling)
         for _ in range(5000):
             if not self.scheduler.has_unfinished_requests():
                 break
+            self.grammars.news = dict.fromkeys(self.scheduler.compiling)  # a session's next input may bring another
             self.report(self.scheduler.loading | self.scheduler.reclaiming, False)
             self.answer_lookups_for_good()
         assert not self.scheduler.has_unfinished_requests(), self.scheduler
+        for request_id in self.scheduler.idle:
+            assert self.driver.answers[request_id] == self.turns[request_id], "a session owes an answer"
+        self.scheduler.finish_requests([*self.scheduler.idle])
+        self.report(self.scheduler.reclaiming, False)  # a session's blocks may have been sent, too
         assert self.scheduler.kv.pool.num_free_blocks == len(self.scheduler.kv.pool.blocks)
         assert not self.grammars.alive, "a grammar outlives its request"
         assert self.driver.reasons.keys() | self.aborted == self.arrived, "a request vanished without a word"

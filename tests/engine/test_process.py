@@ -35,7 +35,7 @@ def test_how_long_it_waits(requests: int, news: bool, reclaiming: int, wait_ms: 
         return []
 
     scheduler = SimpleNamespace(
-        requests={i: i for i in range(requests)},
+        num_active=requests,
         reclaiming=set(range(reclaiming)),
         connector=SimpleNamespace(has_news=lambda: news),
     )
@@ -43,7 +43,7 @@ def test_how_long_it_waits(requests: int, news: bool, reclaiming: int, wait_ms: 
         scheduler=scheduler,
         step=step,
         has_unfinished_requests=lambda: bool(requests or reclaiming or news),
-        stats=lambda: (SchedulerStats(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), None),
+        stats=lambda: (SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), None),
     )
     socket: Any = SimpleNamespace(poll=poll, send=lambda raw: None)
     with pytest.raises(Enough):

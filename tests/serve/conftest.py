@@ -119,11 +119,16 @@ class Server:
         self.process.wait(10)
 
     def request(
-        self, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 60.0
+        self,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout: float = 60.0,
+        method: str | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
-        """GET, or POST if there is a body (bytes as they are). Returns status, decoded JSON (or text), headers."""
+        """GET, or POST if there is a body (bytes as they are), or `method`. Returns status, JSON or text, headers."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.base_url + path, data, headers or {})
+        request = urllib.request.Request(self.base_url + path, data, headers or {}, method=method)
         request.add_header("Content-Type", "application/json")
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:

@@ -88,9 +88,9 @@ def test_messages_survive_the_way_and_are_decoded_strictly():
     params = SamplingParams(stop=["x"], stop_token_ids=[3], seed=-5, logprobs=2, structured_outputs=wish)
     metrics = RequestMetrics(history=[(1.5, "waiting")], transfer={"num_bytes": 3.0})
     item = EngineCoreOutput("id", [5], metrics, [TokenLogprobs(-1.0, 2, [(5, -1.0)])], "error", "why", {"a": None})
-    stats = SchedulerStats(1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)
+    stats = SchedulerStats(1, 2, 3, 4, 5, 6, 0.5, 7, 8, 9, 10, 11, 12)
     for message in (
-        Add("id", [1, 2], params, [256], None, transfer, -3, metrics),
+        Add("id", [1, 2], params, [256], None, transfer, -3, 1, metrics),
         Abort(["a"]),
         Inspect(),
         Stop(),
@@ -112,3 +112,18 @@ def test_the_core_measures_from_when_the_server_got_it(core: Elsewhere, frontend
     before = time.monotonic()
     frontend.add_request("x", SamplingParams())
     assert before <= core.added[0].metrics.arrival_time <= time.monotonic()
+
+
+def test_turns_of_a_session_go_by_its_id_one_after_the_other(core: Elsewhere, frontend: Frontend):
+    session = frontend.open_session("talk")
+    first, second, third = (frontend.add_request(text, SamplingParams(), session=session) for text in "abc")
+    assert [(r.request_id, r.turn) for r in core.added] == [("talk", 0), ("talk", 1), ("talk", 2)]
+    seeds = {r.sampling_params.seed for r in core.added}
+    assert len(seeds) == 3, "each turn draws its own"
+    news = [token("talk", 70, "length"), token("talk", 71)]  # of one step, or of two that came together
+    assert frontend.process_outputs(news) == [first, second]
+    assert (first.finished, second.finished, second.outputs[0].token_ids) == (True, False, [71])
+    failed = EngineCoreOutput("talk", [], RequestMetrics(), finish_reason="error", stop_reason="too long")
+    assert frontend.process_outputs([failed]) == [second, third], "whoever waits for the third has to hear of it, too"
+    assert [o.outputs[0].stop_reason for o in (second, third)] == ["too long"] * 2
+    assert not frontend.sessions and not frontend.has_unfinished_requests() and core.aborted == ["talk"]

@@ -13,6 +13,7 @@ def _describe(kv: KVCacheManager, requests: dict[str, Request], queues: dict[str
     return {
         "queues": queues,
         "requests": {i: [r.status.value, r.num_computed_tokens, r.token_ids.tolist()] for i, r in requests.items()},
+        "further_input": {i: [t.token_ids.tolist() for t in r.streaming_queue] for i, r in requests.items()},
         "tables": {i: [block.block_id for block in table] for i, table in kv.tables.items()},
         "ref_cnt": [block.ref_cnt for block in pool.blocks],
         "free_queue": [block.block_id for block in pool.free_queue.in_order()],
@@ -23,11 +24,11 @@ def _describe(kv: KVCacheManager, requests: dict[str, Request], queues: dict[str
 
 def of_engine(scheduler: Scheduler) -> dict[str, Any]:
     names = ("waiting", "skipped_waiting", "running")
-    queues = {name: [r.request_id for r in getattr(scheduler, name)] for name in names}
+    queues = {name: [r.request_id for r in getattr(scheduler, name)] for name in names} | {"idle": [*scheduler.idle]}
     return _describe(scheduler.kv, scheduler.requests, queues)
 
 
 def of_replay(state: State) -> dict[str, Any]:
-    queues = {name: list(getattr(state, name)) for name in ("waiting", "skipped_waiting", "running")}
+    queues = {name: list(getattr(state, name)) for name in ("waiting", "skipped_waiting", "running", "idle")}
     unfinished = {i: r for i, r in state.requests.items() if not r.status.is_finished}
     return _describe(state.kv, unfinished, queues)

@@ -62,6 +62,7 @@ def test_replaying_gives_the_state_of_the_engine_after_every_step(traced: type[T
         "preempted",
         "waiting for remote KVs",
         "waiting for grammar",
+        "waiting for input",
         "waiting",
         "stop",
         "length",

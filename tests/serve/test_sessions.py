@@ -1,0 +1,118 @@
+"""Sessions over HTTP: opened, fed, ended by the client, by time, or because the client has gone."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanopd import LLM, SamplingParams
+from tests.serve.conftest import Server
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), dtype="float32", num_blocks=300)
+
+
+def open_session(server: Server, **headers: str) -> str:
+    status, answer, _ = server.request("/v1/sessions", b"", headers)
+    assert status == 201 and answer["object"] == "session" and answer["timeout"] > 0
+    return str(answer["id"])
+
+
+def say(server: Server, session: str, prompt: Any, **options: Any) -> Any:
+    return server.post("/v1/completions", prompt=prompt, session=session, return_token_ids=True, **(GREEDY | options))
+
+
+def refused(server: Server, path: str, **body: Any) -> tuple[int, str]:
+    status, answer, _ = server.request(path, body)
+    return status, answer["error"]["message"]
+
+
+def delete(server: Server, session: str) -> tuple[int, Any]:
+    return server.request(f"/v1/sessions/{session}", method="DELETE")[:2]
+
+
+def test_a_conversation(server: Server, llm: LLM):
+    session = open_session(server, **{"X-Request-Id": "talk"})
+    assert session == "talk"
+    so_far: list[int] = []
+    for said in ([1, 2, 3] * 7, [4, 5], [6]):
+        answer = say(server, session, said)
+        so_far += said
+        tokens = answer["choices"][0]["token_ids"]
+        assert tokens == llm.generate([so_far], SamplingParams(**GREEDY))[0].outputs[0].token_ids
+        assert answer["usage"]["prompt_tokens"] == len(said)
+        kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert kept == (len(so_far) - len(said) - 1 if len(so_far) > 21 else 0)
+        so_far += tokens
+    state = server.state()
+    assert state["idle"] == ["talk"] and state["requests"]["talk"]["status"] == "waiting for input"
+    assert "nanopd:num_requests_idle 1.0" in server.request("/metrics")[1]
+    assert delete(server, session) == (200, {"id": "talk", "object": "session", "deleted": True})
+    assert delete(server, session)[0] == 404
+    assert server.state()["requests"] == {}
+    server.wait_empty()
+
+
+def test_input_may_come_while_an_answer_is_written(server: Server, llm: LLM):
+    session = open_session(server)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(say, server, session, [7] * 5, max_tokens=60)
+        while not server.state()["running"]:
+            time.sleep(0.005)
+        second = pool.submit(say, server, session, [8] * 5)
+        so_far = [7] * 5 + first.result()["choices"][0]["token_ids"] + [8] * 5
+    expected = llm.generate([so_far], SamplingParams(**GREEDY))[0].outputs[0].token_ids
+    assert second.result()["choices"][0]["token_ids"] == expected
+    delete(server, session)
+
+
+def test_what_a_session_does_not_take(server: Server):
+    session = open_session(server)
+    for options, status, word in (
+        ({"prompt": ["a", "b"]}, 400, "one prompt"),
+        ({"n": 2}, 400, "takes no n"),
+        ({"stop": "x"}, 400, "takes no n, stop"),
+        ({"prompt": "", "echo": True}, 400, "echo"),
+        ({"session": "nobody"}, 404, "no session 'nobody'"),
+        ({"session": 5}, 400, "session"),
+        ({"session": ""}, 404, "no session ''"),
+    ):
+        body = {"prompt": "a", "session": session} | options
+        answered, message = refused(server, "/v1/completions", **body)
+        assert (answered, word in message) == (status, True), message
+    chat = {"messages": [{"role": "user", "content": "hi"}], "session": session}
+    assert "for /v1/completions" in refused(server, "/v1/chat/completions", **chat)[1]
+    assert len(say(server, session, "and now")["choices"]) == 1, "it has survived all that"
+    delete(server, session)
+
+
+def test_a_client_that_goes_away_in_the_middle_ends_the_session(server: Server):
+    session = open_session(server)
+    say(server, session, "hello")
+    stream = server.stream("/v1/completions", prompt="more", session=session, **(GREEDY | {"max_tokens": 400}))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    server.wait_empty()
+    assert refused(server, "/v1/completions", prompt="x", session=session)[0] == 404
+
+
+def test_sessions_end_by_time_and_are_bounded_in_number(tiny_model: Path):
+    options = ("--num-blocks", "60", "--session-timeout", "0.5", "--max-num-seqs", "2", "--max-waiting", "1")
+    with Server(tiny_model, *options) as server:
+        sessions = [open_session(server) for _ in range(3)]
+        assert refused(server, "/v1/sessions") == (
+            429,
+            "3 sessions are open: that is the limit. End one, or try later.",
+        )
+        say(server, sessions[0], "hello")
+        assert server.state()["idle"] == sessions[:1]
+        time.sleep(0.6)
+        assert server.state()["idle"] == [], "held until somebody asks"
+        assert refused(server, "/v1/completions", prompt="x", session=sessions[0])[0] == 404
+        assert open_session(server)
