@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nanopd.config import SamplingParams, UserError
+from nanopd.config import SamplingParams, UserError, require
 
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM, RequestOutput
@@ -31,8 +31,7 @@ _Messages = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 def stdin() -> TextIO:
     """Standard input. Raises UserError if whoever started us has closed it."""
-    if sys.stdin is None:
-        raise UserError("Standard input is needed here, and it is closed.")
+    require(sys.stdin is not None, "Standard input is needed here, and it is closed.")
     if sys.stdin.isatty():
         print("(Ctrl-D ends the input)", file=sys.stderr)
     return sys.stdin
@@ -89,8 +88,7 @@ def _drop_unfinished(output: Path) -> set[str]:
                 kept[row["id"]] = raw
         except (msgspec.DecodeError, KeyError, TypeError):
             ours = False
-    if not ours:
-        raise UserError(f"--output {output} holds lines that are no answers of nanopd; choose another file.")
+    require(ours, f"--output {output} holds lines that are no answers of nanopd; choose another file.")
     rest = output.with_name(f"{output.name}.nanopd-resume")
     rest.write_bytes(b"".join(raw + b"\n" for raw in kept.values()))
     shutil.copymode(output, rest)
@@ -117,8 +115,7 @@ def _run(
                 if raw and raw.strip():
                     fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=dict[str, Any])
                     id = str(msgspec.convert(fields.pop("id", number), str | int))
-                    if id in seen:
-                        raise UserError(f"id {id!r} appeared before; ids must differ")
+                    require(id not in seen, f"id {id!r} appeared before; ids must differ")
                     if id not in done:
                         add(llm, sampling, fields, id)
                     seen.add(id)
@@ -153,8 +150,7 @@ def _run(
 def add(llm: "LLM", sampling: SamplingParams, fields: dict[str, Any], id: str | None = None) -> "RequestOutput":
     """Queues one request: a prompt in one of three forms, and sampling fields that override `sampling`. Uses up `fields`."""
     prompt = {name: fields.pop(name) for name in (*_PROMPTS, "cache_salt") if name in fields}
-    if len(prompt.keys() - {"cache_salt"}) != 1:
-        raise UserError(f"a request needs one of {', '.join(_PROMPTS)}")
+    require(len(prompt.keys() - {"cache_salt"}) == 1, f"a request needs one of {', '.join(_PROMPTS)}")
     priority = fields.pop("priority", None) or 0
     known = [f.name for f in dataclasses.fields(sampling)]
     if unknown := sorted(fields.keys() - known):
@@ -192,8 +188,7 @@ def stream(llm: "LLM", output: "RequestOutput") -> str | None:
             shown = len(completion.text)
     llm.abort_requests([output.request_id])
     print(flush=True)
-    if completion.finish_reason == "error":
-        raise UserError(str(completion.stop_reason))
+    require(completion.finish_reason != "error", str(completion.stop_reason))
     return None if interrupted() else completion.text
 
 

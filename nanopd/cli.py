@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanopd import __version__
-from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, StructuredOutputsParams, UserError
+from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, StructuredOutputsParams, UserError, require
 from nanopd.serve.config import RouterConfig, ServeConfig
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def chat(
     """Talk to the model. /reset forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."""
     from nanopd import batch
 
-    if sampling.n != 1:
-        raise UserError("A chat needs --n 1.")
+    require(sampling.n == 1, "A chat needs --n 1.")
     prompt, llm = "> " if batch.stdin().isatty() else "", load(engine)
     beginning = [{"role": "system", "content": system}] if system else []
     messages = beginning

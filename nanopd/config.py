@@ -58,8 +58,7 @@ def check(config: Any) -> None:
                 allowed = f"a {'whole ' if whole else ''}number " + (
                     f"from {low} to {high}" if high else f"of at least {low}"
                 )
-        if allowed:
-            raise UserError(f"{f.name} is {value!r}; it must be {allowed}.")
+        require(allowed is None, f"{f.name} is {value!r}; it must be {allowed}.")
 
 
 def parse_bytes(text: str) -> int:
@@ -160,12 +159,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields
                 msgspec.json.decode(params.json, type=dict[str, Any])
         except (msgspec.MsgspecError, TypeError, RecursionError) as error:
             raise UserError(f"structured_outputs: it, or the JSON in it, is not what it must be: {error}.") from None
-        if sum(getattr(params, name) not in (None, False, "", []) for name in cls.__struct_fields__) != 1:
-            raise UserError(
-                f"structured_outputs needs exactly one of {', '.join(cls.__struct_fields__)}, and not an empty one."
-            )
-        if size > MAX_GRAMMAR:
-            raise UserError(f"structured_outputs has {size} bytes; at most {MAX_GRAMMAR} are allowed.")
+        names = cls.__struct_fields__
+        given = [name for name in names if getattr(params, name) not in (None, False, "", [])]
+        require(len(given) == 1, f"structured_outputs needs exactly one of {', '.join(names)}, and not an empty one.")
+        require(size <= MAX_GRAMMAR, f"structured_outputs has {size} bytes; at most {MAX_GRAMMAR} are allowed.")
         return params
 
 
@@ -212,5 +209,5 @@ class SamplingParams:
                 what = "token ids" if kind is int else "strings that are not empty"
                 raise UserError(f"{name} is {value!r}; it must be a list of {what}.")
             object.__setattr__(self, name, values)
-        if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}.")
+        limit = f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}."
+        require(self.min_tokens <= self.max_tokens, limit)

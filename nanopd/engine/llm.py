@@ -153,32 +153,27 @@ class Frontend:
         `priority`: lower is more urgent; for an engine with the scheduling policy `priority`.
         `session`: the prompt goes on where the last answer in this session ended. It may come before it has.
         """
-        if type(priority) is not int or abs(priority) > 1000:
-            raise UserError(f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
-        has_priorities = self._info.scheduling_policy == "priority"
+        in_range = type(priority) is int and abs(priority) <= 1000
+        require(in_range, f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
         wanted = "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
-        require(has_priorities or not priority, wanted)
+        require(not priority or self._info.scheduling_policy == "priority", wanted)
         text, token_ids, cache_salt = self._tokenize(prompt)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        known = self.sessions.get(session or "")
+        count, known, before, most = len(token_ids), None, 0, self._info.max_model_len
         if session is not None:
-            require(known is not None, f"There is no session {session!r}; it may have ended. Open another one.")
+            require(session in self.sessions, f"There is no session {session!r}; it may have ended. Open another one.")
+            known, before = self.sessions[session], self.sessions[session].num_tokens
             alone = params.n == 1 and not params.stop and kv_transfer_params is None and request_id is None
             require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
             only_first = "A session has the cache_salt of its first input; leave it away afterwards."
-            require(not (known and known.num_turns and cache_salt), only_first)
+            require(not known.num_turns or cache_salt is None, only_first)
+        after = f", after {before} tokens in this session" if before else ""
+        limits = f"at most {most - 1 - before} tokens: max_model_len is {most}, with the output{after}"
+        require(0 < count < most - before, f"The prompt has {count} tokens; it can't be empty, and have {limits}.")
         request_id = session or request_id or self._new_id()
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
-        used = self._live | self._running.keys() | self.sessions.keys()
-        if not known and (request_id in used or not used.isdisjoint(child_ids)):
-            raise UserError(f"Request id {request_id!r} is already in use.")
-        count, most = len(token_ids), self._info.max_model_len - 1 - (known.num_tokens if known else 0)
-        if not 0 < count <= most:
-            after = f", after {known.num_tokens} tokens in this session" if known and known.num_tokens else ""
-            limits = f"max_model_len is {self._info.max_model_len}, with the output{after}"
-            raise UserError(
-                f"The prompt has {count} tokens; it can't be empty, and have at most {most} tokens: {limits}."
-            )
+        free = (self._live | self._running.keys() | self.sessions.keys()).isdisjoint([request_id, *child_ids])
+        require(free or known is not None, f"Request id {request_id!r} is already in use.")
         turn, seed = known.num_turns if known else None, params.seed
         if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
             name = f"{self._seed}/{request_id}" + (f"/{turn}" if known else "")
@@ -302,8 +297,7 @@ class Frontend:
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
-        if salt is not None and not isinstance(salt, str):
-            raise UserError(f"cache_salt is {salt!r}; it must be a text.")
+        require(salt is None or isinstance(salt, str), f"cache_salt is {salt!r}; it must be a text.")
         if token_ids is None:
             if not isinstance(text, str):
                 raise UserError('A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
@@ -313,8 +307,8 @@ class Frontend:
 
     def _check_token_ids(self, name: str, ids: Any) -> None:
         size = self._info.vocab_size
-        if not isinstance(ids, (list, tuple)) or not all(type(t) is int and 0 <= t < size for t in ids):
-            raise UserError(f"{name} must be a list of token ids of this model's vocabulary, 0 to {size - 1}.")
+        good = isinstance(ids, (list, tuple)) and all(type(t) is int and 0 <= t < size for t in ids)
+        require(good, f"{name} must be a list of token ids of this model's vocabulary, 0 to {size - 1}.")
 
 
 class LLM(Frontend):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanopd.config import UserError, check, opt
+from nanopd.config import check, opt, require
 
 _MANY = 2**31 - 1
 _POLICIES = ("round_robin", "least_loaded", "prefix_aware")
@@ -18,8 +18,7 @@ class _HttpConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.api_key == "":
-            raise UserError("--api-key is empty; leave it away to let everybody in.")
+        require(self.api_key != "", "--api-key is empty; leave it away to let everybody in.")
 
 
 @dataclass(frozen=True)
@@ -46,5 +45,5 @@ class RouterConfig(_HttpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for url in (*self.prefill, *(self.decode or ("",))):
-            if not url.startswith(("http://", "https://")):
-                raise UserError(f"{url!r} is no URL like http://127.0.0.1:8100; and at least one --decode is needed.")
+            wanted = f"{url!r} is no URL like http://127.0.0.1:8100; and at least one --decode is needed."
+            require(url.startswith(("http://", "https://")), wanted)
