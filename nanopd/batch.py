@@ -187,7 +187,7 @@ def stream(llm: "LLM", output: "RequestOutput") -> str | None:
             print(completion.text[shown:], end="", flush=True)
             shown = len(completion.text)
     llm.abort_requests([output.request_id])
-    print(flush=True)
+    print(end="\n" if shown or completion.finish_reason != "error" else "", flush=True)
     require(completion.finish_reason != "error", str(completion.stop_reason))
     return None if interrupted() else completion.text
 

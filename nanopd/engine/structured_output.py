@@ -29,9 +29,9 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 def _reason(error: str) -> str:
-    """The library's words in one line, for whoever wrote the grammar."""
-    error = error.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text can match it")
-    return f"structured_outputs: {' '.join(error.split())}"
+    """The library's words in one line, for whoever wrote the schema: without the grammar that we have made of it."""
+    error, _, _ = error.removeprefix("at 2(8): ").replace("<non-verbose/>", "").partition("\n   1 | ")
+    return f"structured_outputs: {' '.join(error.replace('NoExtensionBias', 'no text can match it').split())}"
 
 
 class StructuredOutputManager:

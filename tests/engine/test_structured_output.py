@@ -180,6 +180,7 @@ def test_a_grammar_that_cannot_be_used_ends_its_request_alone(llm: LLM):
         (completion,) = output.outputs
         assert (completion.finish_reason, completion.token_ids) == ("error", []), wish
         assert completion.stop_reason.startswith("structured_outputs: ") and says in completion.stop_reason, wish
+        assert "%llguidance" not in completion.stop_reason, "the grammar that we made of it is not theirs"
 
 
 NESTED = "(" * 6 + "a{1,30}" + "){1,30}" * 6
