@@ -24,6 +24,8 @@ from nanopd.engine.core import EngineCore
 from nanopd.kernels import paged_attention as kernels
 from nanopd.kernels.paged_attention import Tiles, choose_tiles, paged_attention
 from nanopd.request import Request
+from nanopd.trace.events import Sampled
+from nanopd.trace.file import read
 from nanopd_lessons import drive, show
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET before anything imports triton"
@@ -321,31 +323,29 @@ assert decode["shared"] >= 4 * tile_bytes == 32_768, "two tiles of K and two of 
 
 # %%
 rest = {"a": [7], "b": [8, 9], "c": [10, 11, 12], "d": [13]}
-answers, depths = {}, {}
+answers, depths, saved = {}, {}, {}
 with tempfile.TemporaryDirectory() as directory:
     path = drive.tiny_model(Path(directory))
     for cascade in (False, True):
-        options = {"num_blocks": 80, "attention_backend": "cpu", "cascade_attention": cascade}
+        trace = f"{directory}/{cascade}.jsonl"
+        options = {"num_blocks": 80, "attention_backend": "cpu", "cascade_attention": cascade, "trace": trace}
         core = EngineCore(EngineConfig(model=str(path), dtype="float32", **options))
         for name, own in rest.items():
             prompt = [i % 250 for i in range(512)] + own
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
             core.add_request(Request(name, prompt, params))
-        answers[cascade], depths[cascade] = {name: [] for name in rest}, []
-        real = core.runner._compute_cascade
-
-        def compute(shared, inputs, real=real, seen=depths[cascade]):
-            seen.append(real(shared, inputs))
-            return seen[-1]
-
-        with patch.object(core.runner, "_compute_cascade", compute):
-            while core.has_unfinished_requests():
-                for news in core.step():
-                    answers[cascade][news.request_id] += news.new_token_ids
+        answers[cascade] = {name: [] for name in rest}
+        while core.has_unfinished_requests():
+            for news in core.step():
+                answers[cascade][news.request_id] += news.new_token_ids
+        sampled = (line.event for line in read(Path(trace))[1] if isinstance(line.event, Sampled))
+        depths[cascade] = [event.num_common_prefix_blocks for event in sampled]
+        saved[cascade] = core.stats()[0].cascade_saved_tokens
 show.say(f"blocks read once for all, step by step: {depths[True]}")
 assert answers[True] == answers[False]
 assert not any(depths[False]) and depths[True][0] == 0, "the prefix is being computed: nobody may see all of it"
 assert set(depths[True][1:]) == {512 // 16}
+assert saved == {False: 0, True: sum(depths[True]) * 16 * 3}, "three of the four did not read them"
 assert 1024 + 64 * 32 == 3072 and 64 * (1024 + 32) == 67_584
 
 # %% [markdown]

@@ -48,7 +48,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # drafts, among those scheduled
-    num_common_prefix_blocks: int = 0
+    num_common_prefix_blocks: int = 0  # at the start of all tables, whether attention makes use of it or not
     grammar_bitmask: dict[str, list[bytes]] = field(default_factory=dict)  # allowed next, and after each draft (S12)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
@@ -92,6 +92,7 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
+    num_common_prefix_blocks: int = 0  # read once for all (cascade): as many as in the plan, fewer, or none
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class SchedulerStats:
     num_scheduled_tokens: int
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    cascade_saved_tokens: int = 0  # K and V that each layer did not read again, since it read a prefix once for all
 
 
 @dataclass(slots=True)

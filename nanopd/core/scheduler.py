@@ -80,7 +80,7 @@ class Scheduler:
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
         self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
-        self._num_drafts = self._num_accepted = 0
+        self._num_drafts = self._num_accepted = self._num_blocks_saved = 0
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -427,7 +427,8 @@ class Scheduler:
                 news += self._fail(request_id, error) if error else []
         sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not ended since
         ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
-        self.trace(Sampled(sampled))
+        self.trace(Sampled(sampled, output.num_common_prefix_blocks))
+        self._num_blocks_saved += output.num_common_prefix_blocks * (len(scheduler_output.num_scheduled_tokens) - 1)
         for request_id, status in ends.items():
             request, metrics = self.requests[request_id], self.requests[request_id].metrics
             metrics.first_token_time, metrics.last_token_time = metrics.first_token_time or now, now
@@ -561,8 +562,8 @@ class Scheduler:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
         in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.idle)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
-        drafts = self._num_drafts, self._num_accepted
-        return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *drafts)
+        more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size
+        return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *more)
 
     def check_invariants(self) -> None:
         """See debug.py. Raises AssertionError."""

@@ -21,6 +21,7 @@ _COUNTS = (
     "prefix_cache_hits",
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
+    "cascade_saved_tokens",
 )
 _TIMES = {"time_to_first_token": "time_to_first_token", "inter_token_latency": "inter_token_latency"}
 _TIMES |= {"e2e_request_latency": "e2e_latency"}  # by name: what RequestMetrics calls it

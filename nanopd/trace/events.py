@@ -119,6 +119,7 @@ class Sampled(Event):
     behind it, of drafts that were wrong, does not count."""
 
     token_ids: dict[str, list[int]]
+    num_common_prefix_blocks: int = 0  # at the start of all tables in the plan, read once for all (cascade attention)
 
 
 class Stepped(Event):

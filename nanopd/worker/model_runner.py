@@ -159,6 +159,7 @@ class ModelRunner:
             if num_logits:
                 logits = self.model.compute_logits(sample_hidden_states)
                 output = self._sample(logits, inputs, scheduler_output.grammar_bitmask)
+            output.num_common_prefix_blocks = num_common_prefix_blocks
         if self.connector:
             output.kv_connector_output = self.connector.get_finished()
         return output

@@ -94,6 +94,7 @@ def measure(llm: LLM, work: Work, concurrency: int | None = None, profile: bool 
         "input_tokens_per_s": num_input / seconds,
         "computed_tokens": after.num_scheduled_tokens - before.num_scheduled_tokens,
         "cached_tokens": after.prefix_cache_hits - before.prefix_cache_hits,
+        "cascade_saved_tokens": after.cascade_saved_tokens - before.cascade_saved_tokens,
         "preemptions": after.num_preemptions - before.num_preemptions,
         **_percentiles("ttft", ttfts),
         **_percentiles("itl", pauses or [0.0]),

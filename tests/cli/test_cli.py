@@ -287,6 +287,10 @@ def test_bench_offline_json(options: Sequence[str]):
     (row,) = rows(nanopd("bench", "offline", *options, *args, "--concurrency", "1", "--profile").stdout)
     assert (row["steps"], row["output_tokens"]) == (3 * 4, 12)
     assert row["linear_ms"] > 0
+    assert row["cascade_saved_tokens"] == 0
+    args = ["--requests", "4", "--input-len", "5", "--output-len", "4", "--shared-prefix", "400", "--json"]
+    (row,) = rows(nanopd("bench", "offline", *options, *args, "--cascade-attention").stdout)
+    assert row["cascade_saved_tokens"] == 400 * 3 * 3, "read once for four in each of three decode steps"
 
 
 def test_bench_step_table_and_json(options: Sequence[str]):

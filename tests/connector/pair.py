@@ -23,26 +23,33 @@ class Node:
         self.ended: dict[str, EngineCoreOutput] = {}
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: KVTransferParams | None = None, max_tokens: int = 8
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: KVTransferParams | None = None,
+        max_tokens: int = 8,
+        **wishes: Any,
     ) -> Request:
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        request = Request(request_id, prompt, sampling, kv_transfer_params=params)
+        """Greedy, unless `wishes` (sampling options) say otherwise."""
+        sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0} | wishes
+        sampling_params = SamplingParams(max_tokens=max_tokens, **sampling)
+        request = Request(request_id, prompt, sampling_params, kv_transfer_params=params)
         self.core.add_request(request)
         self.tokens[request_id] = []
         return request
 
-    def prefill(self, request_id: str, prompt: Sequence[int], transfer_id: str = "") -> Request:
+    def prefill(self, request_id: str, prompt: Sequence[int], transfer_id: str = "", **wishes: Any) -> Request:
         params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id or request_id)
-        return self.add(request_id, prompt, params, 1)
+        return self.add(request_id, prompt, params, 1, **wishes)
 
     def decode(
-        self, request_id: str, prompt: Sequence[int], of: "Node | int", transfer_id: str = "", **options: Any
+        self, request_id: str, prompt: Sequence[int], of: "Node | int", transfer_id: str = "", **wishes: Any
     ) -> Request:
         port = of if isinstance(of, int) else of.core.connector.port
         params = KVTransferParams(
             do_remote_prefill=True, remote_host="127.0.0.1", remote_port=port, transfer_id=transfer_id or request_id
         )
-        return self.add(request_id, prompt, params, **options)
+        return self.add(request_id, prompt, params, **wishes)
 
     def step(self) -> None:
         if not self.core.has_unfinished_requests():
@@ -66,10 +73,12 @@ def run(*nodes: Node, seconds: float = 30.0, until: Any = None) -> None:
         assert time.monotonic() < deadline, [node.core.scheduler for node in nodes]
 
 
-def alone(model: Path, prompts: Iterable[tuple[str, Sequence[int]]], max_tokens: int = 8) -> dict[str, list[int]]:
-    """The tokens that one engine gives without any connector."""
+def alone(
+    model: Path, prompts: Iterable[tuple[str, Sequence[int]]], max_tokens: int = 8, **wishes: Any
+) -> dict[str, list[int]]:
+    """The tokens that one engine gives without any connector. `wishes` are sampling options."""
     node = Node(model, None)
     for request_id, prompt in prompts:
-        node.add(request_id, prompt, max_tokens=max_tokens)
+        node.add(request_id, prompt, max_tokens=max_tokens, **wishes)
     run(node)
     return node.tokens

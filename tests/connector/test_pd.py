@@ -102,6 +102,30 @@ def test_a_preemption_on_d_after_a_load(tiny_model: Path):
     check_empty(p, d)
 
 
+@pytest.mark.parametrize("num_blocks", [200, 30])
+@pytest.mark.parametrize(
+    "wishes", [{}, {"temperature": 0.8, "seed": 7, "frequency_penalty": -1.5}], ids=["greedy", "seed"]
+)
+def test_drafts_on_d_change_no_token(tiny_model: Path, made: list[Node], wishes: dict[str, Any], num_blocks: int):
+    """K8 and K9: drafts, right or wrong, behind blocks that D has loaded, or has lost and found again (S3)."""
+    rng = random.Random(3)
+    parts = [[rng.randrange(200) for _ in range(rng.randint(3, 12))] for _ in range(8)]
+    prompts = {f"r{i}": part * rng.randint(2, 5) for i, part in enumerate(parts)}
+    want = alone(tiny_model, prompts.items(), max_tokens=40, **wishes)
+    p, d = Node(tiny_model, "prefill"), Node(tiny_model, "decode", num_blocks=num_blocks, speculative_ngram=3)
+    made += [p, d]
+    for request_id, prompt in prompts.items():
+        p.prefill(request_id, prompt, **wishes)
+        d.decode(request_id, prompt, p, max_tokens=40, **wishes)
+    run(p, d)
+    assert d.tokens == want
+    stats, transfers = d.core.scheduler.stats(), d.core.connector.stats()
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+    assert (stats.num_preemptions > 0) == (num_blocks == 30)
+    assert transfers.received == len(prompts) and transfers.receive_failures == 0
+    check_empty(p, d)
+
+
 def test_a_partial_hit_on_d_fetches_only_the_rest(tiny_model: Path):
     prefix = list(range(100, 132))
     p, d = Node(tiny_model, "prefill"), Node(tiny_model, "decode")

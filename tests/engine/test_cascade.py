@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from nanopd import LLM, SamplingParams
+from nanopd.serve.metrics import Metrics
+from nanopd.trace.events import Planned, Sampled
+from nanopd.trace.file import read
 from nanopd.worker import model_runner
 from nanopd.worker.model_runner import ModelRunner
 
@@ -62,6 +65,28 @@ def test_the_same_tokens(tiny_model: Path, depths: list[int], backend: str, opti
     depths.clear()
     assert run(tiny_model, work, attention_backend=backend, cascade_attention=True, **options) == expected
     assert max(depths) >= 5
+
+
+def test_trace_and_metric_tell_what_was_saved(tiny_model: Path, tmp_path: Path, depths: list[int]):
+    """What was read once for all, not what the plan had offered; nothing of it without the option."""
+    for cascade in (True, False):
+        depths.clear()
+        options: dict[str, Any] = {"num_blocks": 120, "block_size": 4, "speculative_ngram": 3}
+        trace = tmp_path / f"{cascade}.jsonl"
+        llm = LLM(str(tiny_model), dtype="float32", trace=str(trace), cascade_attention=cascade, **options)
+        llm.generate(prompts(shared=24), PARAMS)
+        events = [line.event for line in read(trace)[1]]
+        told = [event.num_common_prefix_blocks for event in events if isinstance(event, Sampled)]
+        readers = [len(event.scheduled) for event in events if isinstance(event, Planned)]
+        assert told == depths
+        assert llm.stats().cascade_saved_tokens == sum(
+            4 * blocks * (n - 1) for blocks, n in zip(told, readers, strict=True)
+        )
+        assert (llm.stats().cascade_saved_tokens > 0) == cascade
+        metrics = Metrics()
+        metrics.scheduler = llm.stats()
+        assert f"cascade_saved_tokens_total {float(metrics.scheduler.cascade_saved_tokens)}" in metrics.text().decode()
+        assert ("num_common_prefix_blocks" in trace.read_text()) == cascade, "a trace is as it was without"
 
 
 def test_not_where_it_does_not_pay(tiny_model: Path, depths: list[int]):

@@ -35,9 +35,7 @@ def test_how_long_it_waits(requests: int, news: bool, reclaiming: int, wait_ms: 
         return []
 
     scheduler = SimpleNamespace(
-        num_active=requests,
-        reclaiming=set(range(reclaiming)),
-        connector=SimpleNamespace(has_news=lambda: news),
+        num_active=requests, reclaiming=set(range(reclaiming)), connector=SimpleNamespace(has_news=lambda: news)
     )
     core: Any = SimpleNamespace(
         scheduler=scheduler,

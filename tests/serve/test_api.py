@@ -237,7 +237,13 @@ def test_models_health_and_metrics(server: Server):
     for name in ("num_requests_running", "num_requests_waiting", "num_requests_loading", "num_requests_reclaiming"):
         assert metric(name) == 0
     assert metric("prefix_cache_queries_total") > 0
-    for name in ("kv_cache_usage", "prefix_cache_hits_total", "num_preemptions_total", "kv_transfer_sent_bytes_total"):
+    for name in (
+        "kv_cache_usage",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "kv_transfer_sent_bytes_total",
+        "cascade_saved_tokens_total",
+    ):
         assert metric(name) >= 0
     for name in ("time_to_first_token", "inter_token_latency"):
         assert metric(f"{name}_seconds_sum") > 0

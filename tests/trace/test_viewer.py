@@ -489,6 +489,23 @@ def test_5000_steps(browser: Browser, tmp_path: Path):
         assert shown(browser) == as_shown(states[step])
 
 
+def test_cascade_is_told_where_it_was_used(browser: Browser, tmp_path: Path):
+    scheduler = make_scheduler(num_blocks=16, block_size=4)
+    trace_to(tmp_path / "t.jsonl", scheduler)
+    for name in ("a", "b"):
+        scheduler.add_request(make_request(name, [1, 3, 4, 5, 6], max_tokens=4))
+    for blocks in (0, 1):
+        output = scheduler.schedule()
+        assert output.num_common_prefix_blocks == 1, "an offer, whatever attention makes of it"
+        sampled = {name: [7] for name in output.num_scheduled_tokens}
+        scheduler.update_from_output(output, ModelRunnerOutput(sampled, num_common_prefix_blocks=blocks))
+    browser.open(page(tmp_path / "t.html", tmp_path / "t.jsonl"))
+    for step, shown_there in ((0, False), (1, True)):
+        browser.run(f"go({step}), draw()")
+        text = browser.run("document.body.innerText")
+        assert ("Cascade: attention read the first 1 block of all tables once for all" in text) == shown_there
+
+
 def test_drafts_and_what_became_of_them(browser: Browser, tmp_path: Path):
     scheduler = make_scheduler(num_blocks=16, block_size=4, speculative_ngram=4)
     states = trace_to(tmp_path / "t.jsonl", scheduler)
