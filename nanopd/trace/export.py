@@ -72,7 +72,7 @@ def _tracks(pid: int, header: Header, lines: Sequence[Line], offset: float) -> l
         for event, at in ((line.event, line.time * 1e6 + offset) for line in happened):
             track = f"request {getattr(event, 'request_id', '')}"
             match event:
-                case Arrived():
+                case Arrived() if track not in since:  # further input of a session changes nothing yet
                     become(track, "waiting", at)
                 case Moved(_, status):
                     become(track, None if RequestStatus(status).is_finished else status, at)

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanopd.trace.events import Event, Moved, Planned, Refused, Sampled, Skipped
+from nanopd.trace.events import Allocated, Event, Moved, Planned, Refused, Sampled, Skipped
 from nanopd.trace.file import Header, Line, TraceReader
 from nanopd.trace.replay import State, replay
 
@@ -49,6 +49,8 @@ def why(header: Header, events: Sequence[Event], state: State) -> tuple[dict[str
                 got |= dict.fromkeys(request_ids, "S6 not ready yet")
             case Refused(i):
                 others = f"S4 no blocks for {i}"
+            case Allocated(i) if others == f"S4 no blocks for {i}":  # a session has given some
+                others = "S2 budget"
             case Moved(i, status, rule=rule) if rule:
                 got[i], others = rule, "S4 preemption" if status == "preempted" else others
     return got, "S4 max_num_seqs" if len(state.running) >= header.config.max_num_seqs else others
@@ -60,15 +62,13 @@ def frame(header: Header, step: int, lines: Sequence[Line], state: State, last: 
     (got, others), colour = why(header, events, state), dict(zip(state.requests, cycle(_COLOURS)))
     used = sum(n for event in events if isinstance(event, Planned) for *_, n in event.scheduled)
     queues, columns = Table(expand=True), []
-    for ids, name in ((getattr(state, name), name) for name in _QUEUES):
+    for ids, name in ((getattr(state, name), name) for name in _QUEUES if name != "idle" or state.idle):
         queues.add_column(f"{name} {len(ids)}")
         columns.append(column := Text())
         for i in ids[:-13:-1] if name == "finished" else ids[:12]:
-            r, reason = state.requests[i], got.get(i, "" if name == "finished" else others)
-            column.append(repr(i)[1:-1], colour[i]).append(
-                f" {r.num_computed_tokens}/{r.num_tokens} {r.status.value}", "dim"
-            )
-            column.append(f" {reason}\n")
+            r, reason = state.requests[i], got.get(i, "" if name in ("idle", "finished") else others)
+            stands = f" {r.num_computed_tokens}/{r.num_tokens} {r.status.value}{' +input' * bool(r.streaming_queue)}"
+            column.append(repr(i)[1:-1], colour[i]).append(stands, "dim").append(f" {reason}\n")
     queues.add_row(*columns)
     holders = {
         b.block_id: colour[i.removesuffix(" (reclaiming)")] for i, table in state.kv.tables.items() for b in table

@@ -1,8 +1,10 @@
 """`--trace` and `nanopd trace`, as their users see them: real processes, a terminal, files."""
 
+import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -12,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from nanopd.config import SamplingParams
+from nanopd.request import Request
 from nanopd.trace.export import perfetto
 from nanopd.trace.file import read
-from nanopd.trace.replay import State
+from nanopd.trace.replay import State, replay
+from nanopd.trace.show import frame
 from tests.cli.test_cli import nanopd
 from tests.connector.pair import Node, run
 from tests.core.drive import Driver, make_request, make_scheduler
@@ -159,6 +165,50 @@ def test_perfetto_has_a_track_for_each_request(traced: Path):
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {"steps", "request 0", "request 1", "request 2"}
     assert {"waiting", "running", "preempted"} <= {e["name"] for e in events if e["ph"] == "X"}
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Path:
+    """S's second input comes early; A takes the blocks of the idle session; B waits for A's seat."""
+    scheduler = make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=9)
+    trace_to(tmp_path / "session.jsonl", scheduler)
+    driver = Driver(scheduler)
+    for turn, tokens in ((0, 9), (1, 4)):
+        scheduler.add_request(Request("S", range(tokens), SamplingParams(max_tokens=3, seed=0), [2], turn=turn))
+        driver.step()
+    driver.run()
+    scheduler.add_request(make_request("A", prompt=9, max_tokens=2))
+    scheduler.add_request(make_request("B", prompt=2, max_tokens=1))
+    driver.run()
+    return tmp_path / "session.jsonl"
+
+
+def test_perfetto_has_the_states_of_a_session(session: Path):
+    events = json.loads(perfetto([session]))["traceEvents"]
+    check_slices(events)
+    (track,) = (e["tid"] for e in events if e["ph"] == "M" and e["args"]["name"] == "request S")
+    states = [e["name"] for e in events if e["ph"] == "X" and e["tid"] == track]
+    turn = ["waiting", "running", "waiting for input"]
+    assert states == [*turn, *turn, "waiting for input"], (
+        "further input that comes early begins nothing; S13: no blocks"
+    )
+
+
+def test_show_has_a_column_for_idle_sessions_where_there_are_any(session: Path):
+    header, lines = read(session)
+    shown = []
+    for step, happened, state in replay(header, lines):
+        console = Console(width=180, record=True, file=io.StringIO())
+        console.print(frame(header, step, happened, state, 9))
+        shown.append(console.export_text())
+        assert ("idle" in shown[-1].split("free queue")[0]) == bool(state.idle)
+        if "request_id='S' status='waiting for input' rule" in shown[-1]:
+            row = r"B 0/2 waiting S2 budget +│ +│ A 9/10 running \+9 +│ S 0/\d+ waiting for input S13"
+            assert re.search(row, shown[-1]), "A has got its blocks: nobody waits behind it"
+    assert "S 10/11 running +input +1" in shown[1]
+    assert re.search(r"S 0/\d+ waiting for input +│ B", shown[-1]), (
+        "a session that waits is kept by no rule from going on"
+    )
 
 
 def test_p_and_d_of_one_run(tiny_model: Path, tmp_path: Path):

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from nanopd.config import SamplingParams
 from nanopd.core.output import ModelRunnerOutput
+from nanopd.request import Request
 from nanopd.trace import export
 from nanopd.trace.events import Allocated, Moved, Refused, Transfer
 from nanopd.trace.file import read
@@ -64,7 +66,8 @@ SHOWN = """(() => {
   const cards = [...document.querySelectorAll('.card')].map((card) => ({...card.dataset}));
   const cells = [...document.querySelectorAll('.cell')].map((cell) => ({...cell.dataset}));
   const queue = (name) => [...document.querySelectorAll(`[data-queue="${name}"] .card`)].map((c) => c.dataset.request);
-  return {queues: Object.fromEntries(['waiting', 'skipped_waiting', 'running'].map((name) => [name, queue(name)])),
+  return {queues: Object.fromEntries(['waiting', 'skipped_waiting', 'running', 'idle'].map((name) => [name, queue(name)])),
+    tokens: Object.fromEntries(cards.map((c) => [c.request, engines[0].tokens.get(c.request).slice(0, c.tokens)])),
     cards, cells, chain: [...document.querySelectorAll('.chain button')].map((b) => b.firstChild.data),
     pairs: [...document.querySelectorAll('.pair')].map((b) => [b.title, b.childNodes[2].data]),
     names: [...document.querySelectorAll('.card .name span:first-child')].map((s) => s.textContent)};
@@ -78,13 +81,15 @@ def shown(browser: Browser) -> dict[str, Any]:
     cells = found["cells"]
     free = sorted((cell for cell in cells if cell["free"]), key=lambda cell: int(cell["free"]))
     hashes = [base64.b64decode(cell["hash"]).hex() or None for cell in cells]
+    unfinished = [card for card in found["cards"] if card["status"] not in ("stop", "length", "abort", "error")]
+    assert all(int(card["tokens"]) == len(found["tokens"][card["request"]]) for card in unfinished)
     state = {
         "queues": found["queues"],
         "requests": {
-            card["request"]: [card["status"], int(card["computed"]), int(card["tokens"])]
-            for card in found["cards"]
-            if card["status"] not in ("stop", "length", "abort", "error")
+            card["request"]: [card["status"], int(card["computed"]), found["tokens"][card["request"]]]
+            for card in unfinished
         },
+        "further_input": {card["request"]: [int(n) for n in card["further"].split()] for card in unfinished},
         "tables": {c["request"]: [int(b) for b in c["table"].split()] for c in found["cards"] if c["table"]},
         "ref_cnt": [int(cell["ref"]) for cell in cells],
         "free_queue": [int(cell["block"]) for cell in free],
@@ -100,10 +105,10 @@ def shown(browser: Browser) -> dict[str, Any]:
 
 
 def as_shown(held: dict[str, Any]) -> dict[str, Any]:
-    """The engine's own state, as far as the page shows it: of tokens their number; tables of unfinished requests."""
-    requests = {i: [status, computed, len(tokens)] for i, (status, computed, tokens) in held["requests"].items()}
-    tables = {i: table for i, table in held["tables"].items() if i in requests}
-    return held | {"requests": requests, "tables": tables}
+    """The engine's own state, as far as the page shows it: of further input the length; tables of unfinished requests."""
+    further = {i: [len(tokens) for tokens in inputs] for i, inputs in held["further_input"].items()}
+    tables = {i: table for i, table in held["tables"].items() if i in held["requests"]}
+    return held | {"further_input": further, "tables": tables}
 
 
 class TracedMachine(test_state_machine.SchedulerMachine):
@@ -141,6 +146,8 @@ def check_random_lives(
             browser.run(f"go({step}), draw()")
             assert shown(browser) == as_shown(states[step]), f"{path}, step {step}"
             count += 1
+    held = [held for _, states in TracedMachine.lives for held in states.values()]
+    assert any(h["queues"]["idle"] for h in held) and any(any(h["further_input"].values()) for h in held), "no sessions"
     return count
 
 
@@ -300,7 +307,7 @@ def test_every_rule_it_shows_is_one_of_the_rules(browser: Browser, tight: tuple[
     browser.open(tight[0])
     told = browser.run("Object.fromEntries(Object.entries(RULES))")
     assert {"S3", "S4", "K4", "K5", "K6", "S10"} <= set(named) <= told.keys() <= written
-    assert {f"S{i}" for i in range(1, 13)} | {f"K{i}" for i in range(1, 11)} | {"P3", "P4", "P5"} == told.keys()
+    assert {f"S{i}" for i in range(1, 14)} | {f"K{i}" for i in range(1, 11)} | {"P3", "P4", "P5"} == told.keys()
     browser.key("p")
     for how in (browser.hover, browser.click):
         how(".story .rule[data-rule='S3']")
@@ -445,6 +452,103 @@ def test_p_and_d_in_two_lanes(browser: Browser, tmp_path: Path):
     assert browser.run("document.documentElement.scrollWidth") <= 1280
     browser.click(".lane:nth-of-type(3) .card")
     assert "engine=1" in browser.run("new Promise((done) => setTimeout(() => done(location.hash), 300))")
+
+
+def test_what_a_session_does_is_told_in_words(browser: Browser, tmp_path: Path):
+    """S13: input that comes early waits, an answer ends, A needs the blocks of the idle session, and it goes on without."""
+    scheduler = make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=32, max_num_seqs=1)
+    states = trace_to(tmp_path / "t.jsonl", scheduler)
+    driver = Driver(scheduler)
+
+    def say(turn: int, tokens: int) -> None:
+        params = SamplingParams(max_tokens=3, seed=0)
+        scheduler.add_request(Request("S", [100 * turn + i for i in range(tokens)], params, [2], turn=turn))
+
+    say(0, 9)
+    driver.step()
+    say(1, 4)
+    driver.run()
+    scheduler.add_request(make_request("A", prompt=6, max_tokens=5))
+    scheduler.add_request(make_request("B", prompt=1, max_tokens=1))
+    driver.run()
+    say(2, 1)
+    driver.run()
+    scheduler.finish_requests(["S"])
+    driver.step()
+    browser.open(page(tmp_path / "t.html", tmp_path / "t.jsonl") + "#step=0&request=S")
+
+    def text(selector: str) -> str:
+        return " ".join(browser.run(f"document.querySelector({json.dumps(selector)}).innerText").split())
+
+    def told(step: int, *sentences: str) -> str:
+        browser.run(f"go({step}), draw()")
+        assert shown(browser) == as_shown(states[step])
+        story = text(".story")
+        assert re.search(".*".join(map(re.escape, sentences)), story), f"step {step}: {story}"
+        return text("[data-request=S] .why") + " | " + text(".facts")
+
+    assert "turn 1 of 3 in this trace: 9 tokens of input, 1 of output" in told(0, "Arrived: S")
+    facts = told(1, "S13 further input of S : 4 tokens; it waits until the answer has ended", "Decodes one token: S")
+    assert "+1 input" in facts and "further input 4 tokens: 100 101 102 103" in facts
+    facts = told(2, "S13 the answer of S has ended S13 S goes on with 4 more tokens, in the 3 blocks that it has kept")
+    assert (
+        "turn 2 of 3 in this trace: 4 tokens of input (12 before it), 0 of output" in facts and "+1 input" not in facts
+    )
+    facts = told(5, "S13 the answer of S has ended; it waits for input and keeps 5 blocks")
+    assert "waiting for input · in idle" in facts
+    gives = "S13 S gives up 5 blocks for A (needs 2, 1 free); 18 computed tokens no longer count"
+    facts = told(6, "Arrived: A B", gives, "K6 S frees B4B3B2B1B0", "A is admitted")
+    assert text("[data-request=B] .why") == "S4 1 run already", "nobody waits behind A, which has got its blocks"
+    assert "S13 gave up its blocks for A · no blocks | status waiting for input" in facts
+    facts = told(10, "A finished: length")
+    assert facts.startswith("after 2 answers · no blocks") and "holds K and V of none of them now" in facts
+    lost = "of 18 tokens computed before it gave up its blocks 8 found, 10 to compute again"
+    goes_on = "S13 further input of S : 1 token S13 S goes on with 1 more token; it has no blocks any more"
+    assert lost in told(12, goes_on, "S comes back and computes tokens 8–19 (12)", lost)
+    told(14, "S13 the answer of S has ended; it waits for input and keeps 6 blocks")
+    out = browser.run("[...document.querySelectorAll('.tok.out[data-position]')].map((t) => +t.dataset.position)")
+    assert out == [9, 10, 11, 16, 17, 18, 20, 21, 22], "all answers are output, also those of earlier turns"
+    told(15, "S ended: abort, after 3 turns")
+    browser.run("selected.all = true, draw()")
+    life = text(".hist")
+    for sentence in (
+        "S13 further input: 4 tokens; it waits in streaming_queue until the answer has ended",
+        "S13 answer 1 has ended, with 3 tokens S13 further input: goes on with 4 more tokens",
+        "S13 answer 2 has ended, with 3 tokens; waits for input, and keeps B0B1B2B3B4",
+        "S13 gives up B0B1B2B3B4 for A ; 18 computed tokens no longer count",
+        "the session ended (abort) after 3 turns",
+    ):
+        assert sentence in life, life
+    idle = browser.run("[...document.querySelectorAll('.life .s-idle')].map((i) => i.title)")
+    assert idle[-1] == "waiting for input from step 14"
+
+
+def test_an_urgent_input_of_a_session_goes_to_its_place_in_the_queue(browser: Browser, tmp_path: Path):
+    """Random lives seldom come to this: a session that goes on, ahead of others that wait."""
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority")
+    states = trace_to(tmp_path / "t.jsonl", scheduler)
+    driver = Driver(scheduler)
+
+    def say(turn: int, priority: int) -> None:
+        params = SamplingParams(max_tokens=1, seed=0)
+        scheduler.add_request(Request("S", [turn] * 5, params, [2], priority=priority, turn=turn))
+
+    say(0, 0)
+    driver.step()
+    for name in "ABC":
+        scheduler.add_request(make_request(name))
+    driver.step()
+    say(1, -1)
+    driver.step()
+    assert states[2]["queues"]["waiting"] == ["S", "B", "C"]
+    browser.open(page(tmp_path / "t.html", tmp_path / "t.jsonl") + "#step=2")
+    assert shown(browser) == as_shown(states[2])
+
+
+def test_a_run_without_sessions_has_no_queue_for_them(browser: Browser, tight: tuple[str, list[dict[str, Any]]]):
+    browser.open(tight[0])
+    assert browser.run("document.querySelector('[data-queue=idle]').parentElement.hidden")
+    assert "session" not in browser.run("document.body.innerText")
 
 
 @pytest.mark.slow
