@@ -82,9 +82,9 @@ def frame(header: Header, step: int, lines: Sequence[Line], state: State, last: 
     free = " → ".join(str(block.block_id) for block in pool.free_queue.in_order()[:60])
     table = "  ".join(f"{h.hex()[:6]}→{b.block_id}" for h, b in [*pool.cached_block_hash_to_block.items()][:60])
     title = f"step {step} of {last}    budget: {used} of {budget} tokens    ← → step, g G ends, p preemption, q quit"
-    told = "\n".join(tell(event) for event in events)[:4000]
+    told = Text("\n".join(tell(event) for event in events)[:4000])
     bar = ProgressBar(total=budget, completed=used)
-    return Group(Text(title, "bold"), bar, queues, grid, f"\nfree queue {free}\n", f"hash table {table}\n", Text(told))
+    return Group(Text(title, "bold"), bar, Text(), queues, grid, f"\nfree queue {free}\n\nhash table {table}\n", told)
 
 
 def show(path: Path, follow: bool) -> None:

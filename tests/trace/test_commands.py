@@ -201,6 +201,7 @@ def test_show_has_a_column_for_idle_sessions_where_there_are_any(session: Path):
         console = Console(width=180, record=True, file=io.StringIO())
         console.print(frame(header, step, happened, state, 9))
         shown.append(console.export_text())
+        assert "\n┏━" in shown[-1], "the table begins on a line of its own"
         assert ("idle" in shown[-1].split("free queue")[0]) == bool(state.idle)
         if "request_id='S' status='waiting for input' rule" in shown[-1]:
             row = r"B 0/2 waiting S2 budget +│ +│ A 9/10 running \+9 +│ S 0/\d+ waiting for input S13"
