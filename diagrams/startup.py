@@ -16,7 +16,7 @@ STEPS = [
     ("KV cache manager, trace", "all blocks free, hash table empty", "accent"),
     ("connector, with a role", "Transfer Engine, memory registered once, side channel", "d"),
     ("scheduler", "`max_model_len` lowered to what the pool can hold (S9)", "accent"),
-    ("model runner, graphs", "buffers; `capture_graphs` for decodes (CUDA)", "c"),
+    ("model runner, graphs", "buffers; `capture_graphs` (CUDA), `pack` the weights (CPU)", "c"),
     ("warm-up, then ready", "one request of one token; `/health` answers 200", "good"),
 ]
 
@@ -38,7 +38,7 @@ def draw() -> Picture:
         "KVCache.allocate(",
         "KVCacheManager(",
     ]
-    names += ["make_connector(", "Scheduler(", "ModelRunner(", "capture_graphs("]
+    names += ["make_connector(", "Scheduler(", "ModelRunner(", "capture_graphs(", "apply(pack)"]
     places = [source.index(name) for name in names]
     assert places == sorted(places), "the engine starts in another order now"
     before: Box | None = None

@@ -18,6 +18,7 @@ from nanopd.core.output import EngineCoreOutput, SchedulerStats, TransferStats
 from nanopd.core.scheduler import Scheduler
 from nanopd.engine.structured_output import StructuredOutputManager
 from nanopd.models.config import require
+from nanopd.models.decoder import pack
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.trace.file import FileTracer, Header
@@ -81,6 +82,8 @@ class EngineCore:
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
         if self.device == "cuda":
             self.runner.capture_graphs()
+        elif dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines:
+            self.model.apply(pack)  # last: the connector's fingerprint is of the plain weights
 
         num_tokens, gib = num_blocks * config.block_size, kv_cache.memory.nbytes / 2**30
         logger.info(
