@@ -370,17 +370,24 @@ core.abort_requests(list(core.scheduler.requests))
 
 # %% [markdown]
 # A share that falls with the batch needs a reason. Here are matrix products alone: one matrix of each layer, with 1, 2 and
-# 8 rows. The bytes are the same; if the times are not, it is the matrix library that is not ready for few rows.
+# 8 rows. First as `functional.linear` computes them from a float32 matrix: the bytes are the same, and if the times are not,
+# it is the matrix library that is not ready for few rows. Then as the engine does (`pack` in decoder.py): in float32 on an
+# x86 CPU it keeps these matrices as float16, in tiles.
 
 # %%
-weights = [layer.mlp.gate_up_proj.weight for layer in core.model.layers]
+core.pack()
+projections = [layer.mlp.gate_up_proj for layer in core.model.layers]
+weights = [torch.ones(2 * model.intermediate_size, model.hidden_size, dtype=dtype) for _ in projections]
 read, rows = sum(weight.nbytes for weight in weights), []
 for num_rows in (1, 2, 8):
     x = torch.ones(num_rows, model.hidden_size, dtype=dtype)
     took = best_seconds(lambda x=x: [functional.linear(x, weight) for weight in weights])
-    rows.append((num_rows, 1e3 * took, read / took / 1e9))
-show.table("products alone", ("rows", "ms", "GB/s"), rows)
+    engine = best_seconds(lambda x=x: [projection(x) for projection in projections])
+    rows.append((num_rows, 1e3 * took, read / took / 1e9, 1e3 * engine))
+show.table("products alone", ("rows", "linear: ms", "GB/s", "the engine's: ms"), rows)
 assert read == model.num_layers * 2 * model.intermediate_size * model.hidden_size * dtype.itemsize
+packed = [projection.packed is not None for projection in projections]
+show.say(f"  {sum(packed)} of {len(packed)} of these matrices are packed")
 
 # %% [markdown]
 # The formula is a bound, not a forecast. What it leaves out here: products with few rows that do not run at full speed,

@@ -7,6 +7,8 @@ import torch
 
 from nanopd import LLM, SamplingParams, UserError
 from nanopd.batch import add
+from nanopd.engine.core import PACK_AFTER
+from nanopd.models.decoder import Linear
 from nanopd.serve.api import parse
 from tests.engine.conftest import reference
 
@@ -276,3 +278,17 @@ def test_priorities_are_served_in_order_and_refused_without_the_policy(tiny_mode
         llm.generate([[1]], SamplingParams(max_tokens=2), priority=[1001])
     with pytest.raises(UserError, match="--scheduling-policy priority"):
         LLM(str(tiny_model), num_blocks=50).generate([[1]], SamplingParams(max_tokens=2), priority=[1])
+
+
+def test_weights_are_packed_after_some_steps_and_the_tokens_stay(tiny_model: Path):
+    llm = LLM(str(tiny_model), dtype="float32", num_blocks=50)
+    linears = [module for module in llm.core.model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        linear.weight.copy_(linear.weight.bfloat16())  # as from a checkpoint in bfloat16
+    params = SamplingParams(temperature=0, max_tokens=PACK_AFTER - 1, ignore_eos=True)
+    plain = llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    assert all(linear.packed is None for linear in linears), "a short answer does not pay for it"
+    again = llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    assert again == plain
+    if "fbgemm" in torch.backends.quantized.supported_engines:
+        assert any(linear.packed is not None for linear in linears)

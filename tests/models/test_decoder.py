@@ -8,7 +8,7 @@ import torch
 
 from nanopd.config import UserError
 from nanopd.models.config import ModelConfig
-from nanopd.models.decoder import rope_frequencies
+from nanopd.models.decoder import Linear, pack, rope_frequencies
 from nanopd.models.loader import load_config, load_model
 from tests.models.conftest import assert_same_logits, logits_of, make_model
 
@@ -102,6 +102,39 @@ def test_tied_weights_are_one_parameter(tmp_path):
     model = load_model(tmp_path, "float32", "cpu", max_model_len=64)
     assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="packing is for x86")
+@pytest.mark.parametrize("name", ["llama tied", "llama with biases", "qwen2", "qwen3"])
+def test_packed_weights_are_the_same_numbers_and_there_is_no_other_copy(name, tmp_path, ids):
+    kind, options = MODELS[name]
+    make_model(kind, **options).bfloat16().save_pretrained(tmp_path)
+    model = load_model(tmp_path, "float32", "cpu", max_model_len=64)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    eyes = [torch.eye(linear.in_features) for linear in linears]
+    weights = [linear(eye) for linear, eye in zip(linears, eyes)]
+    rows = range(0, 60, 7)
+    plain, plain_rows = logits_of(model, ids), [logits_of(model, ids[i : i + 1]) for i in rows]
+    model.apply(pack)
+    for linear, eye, weight in zip(linears, eyes, weights):
+        torch.testing.assert_close(linear(eye), weight, rtol=0, atol=2**-25)
+    names = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
+    assert names == {"embed_tokens.weight"}, "which is read row by row"
+    assert_same_logits(logits_of(model, ids), plain)
+    for i, expected in zip(rows, plain_rows):
+        assert_same_logits(logits_of(model, ids[i : i + 1]), expected)
+
+
+@pytest.mark.parametrize("number", [1 + 2**-11, 65536.0, float("nan"), float("inf")])
+def test_a_matrix_that_float16_is_too_coarse_for_stays_as_it_is(number):
+    linear = Linear(5, 3, bias=False).requires_grad_(False)
+    linear.weight.fill_(0.5)[1, 2] = number
+    before = linear.weight.clone()
+    pack(linear)
+    assert linear.packed is None and torch.equal(linear.weight.nan_to_num(), before.nan_to_num())
+    linear.weight.fill_(1e-6)
+    pack(linear)
+    assert linear.packed is None, "nearly 0 is not nothing where all numbers are"
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3, YARN | {"attention_factor": 1.1}])
