@@ -16,7 +16,7 @@ def draw() -> Picture:
     )
     names_exist(KVConnectorScheduler, "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
     names_exist(KVConnectorWorker, "start_load_kv", "get_finished")
-    names_exist(Scheduler, "_forget_external_tokens")
+    names_exist(Scheduler, "forget_external_tokens")
     s = Sequences(
         p,
         [
@@ -53,7 +53,7 @@ def draw() -> Picture:
     s.say(3, 2, "`Failed`, or nothing")
     s.say(2, 3, "after a timeout: `Cancel`")
     s.say(2, 0, "`get_finished`: `failed_recving`, or `given_up`")
-    s.say(0, 0, "`_forget_external_tokens`: recompute, in other blocks (S10)")
+    s.say(0, 0, "`forget_external_tokens`: recompute, in other blocks (S10)")
     s.note(0, "given up: the old blocks\nstay out of use until P\ncannot write (P4)", "bad")
     s.end()
     s.finish()

@@ -38,20 +38,17 @@ def draw() -> Picture:
         (S.RUNNING, S.PREEMPTED): Route("b.3", "t.34", "no block left (S3)", {"side": "left"}),
         (S.PREEMPTED, S.RUNNING): Route("t.66", "b.7", "comes back (S4)"),
         (S.PREEMPTED, S.WAITING_FOR_REMOTE_KVS): Route("l", "r", "loads again (S5)"),
-        (S.RUNNING, S.WAITING_FOR_STREAMING_REQ): Route(
-            "t", "b", "a session's answer\nhas ended (S13)", {"side": "left"}
-        ),
-        (S.WAITING_FOR_STREAMING_REQ, S.WAITING): Route(
-            "l", "r.25", "further input (S13)", {"way": "-|-", "bend": 415, "on": 2}
-        ),
-        (S.RUNNING, S.FINISHED_STOPPED): Route("r.3", "l", "end token", {"way": "-|-", "bend": 665, "on": 2}),
+        (S.RUNNING, S.WAITING_FOR_STREAMING_REQ): Route("t", "b", "answer of\na session\nends (S13)", {"side": "left"}),
+        (S.WAITING_FOR_STREAMING_REQ, S.WAITING): Route("b.04", "r.25", "further input (S13)", {"way": "|-", "on": 1}),
+        (S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, S.WAITING_FOR_STREAMING_REQ): Route("r", "l", "fails"),
+        (S.RUNNING, S.FINISHED_STOPPED): Route("r.3", "l", "end token", {"way": "-|-", "bend": 688, "on": 2}),
         (S.RUNNING, S.FINISHED_LENGTH): Route("r.3", "l", "length", {"at": 0.72}),
     }
     ways = {
         S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: ("l", f"t{12 / 950}", {"way": "-|"}),
         S.WAITING_FOR_STREAMING_REQ: ("r", f"t{938 / 950}", {"way": "-|"}),
         S.WAITING: ("l", f"t{52 / 950}", {"way": "-|"}),
-        S.RUNNING: ("r.8", f"t{752 / 950}", {"way": "-|"}),
+        S.RUNNING: ("r.8", f"t{750 / 950}", {"way": "-|"}),
         S.WAITING_FOR_REMOTE_KVS: ("b", f"t{210 / 950}", {}),
         S.PREEMPTED: ("b", f"t{585 / 950}", {}),
     }

@@ -65,7 +65,7 @@ def queues(scheduler: Scheduler, title: str = "queues") -> None:
     """Who stands in which queue, in which status, and how far it is: computed of all tokens."""
     rows = []
     queues = {name: getattr(scheduler, name) for name in ("skipped_waiting", "waiting", "running")}
-    for name, queue in (queues | {"idle": scheduler.idle.values()}).items():
+    for name, queue in (queues | {"idle": scheduler.sessions.idle.values()}).items():
         rows += [
             (name, r.request_id, r.status.name, r.num_computed_tokens, r.num_tokens, r.metrics.num_preemptions)
             for r in queue

@@ -44,7 +44,8 @@ BLOCKED = frozenset({_S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, _S.WAITING_FOR_RE
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: frozenset({_S.RUNNING}) | BLOCKED | _CUT_SHORT,
-    _S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted: it is compiled
+    # Promoted, since it is compiled; or it can't be used, and a session waits for other input.
+    _S.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: frozenset({_S.WAITING, _S.WAITING_FOR_STREAMING_REQ}) | _CUT_SHORT,
     _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.WAITING}) | _CUT_SHORT,  # promoted, or given up: compute it here
     _S.WAITING_FOR_STREAMING_REQ: frozenset({_S.WAITING}) | _CUT_SHORT,  # a session: further input has come
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.WAITING_FOR_STREAMING_REQ}) | FINISHED,
@@ -63,6 +64,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache or a connector saved, at the first scheduling
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of a session: all before this answer
     num_draft_tokens: int = 0  # that were verified; `num_accepted_tokens` of them were right
     num_accepted_tokens: int = 0
     history: list[tuple[float, str]] = field(default_factory=list)  # when it came into which status
@@ -134,7 +136,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_external_tokens = 0  # of those, how many a connector brings or brought
         self.ask_connector = True  # False after a load failed or was given up: then computed here (rule S10)
-        self.metrics = RequestMetrics()
+        self.metrics = RequestMetrics(num_prompt_tokens=self.num_prompt_tokens)
         self.stop_reason: int | str | None = None  # the token or the text that stopped it, or what went wrong
         self._status = RequestStatus.WAITING
         self.metrics.history.append((self.metrics.arrival_time, self._status.value))
@@ -167,6 +169,7 @@ class Request:
             "stop_reason",
         ):
             setattr(self, name, getattr(turn, name))
+        self.metrics.num_prompt_tokens = self.num_prompt_tokens
         self.status = RequestStatus.WAITING
 
     @property

@@ -379,7 +379,7 @@ say(s, 0, range(6))
 drive.run(s)
 session = s.requests["S"]
 show.queues(s, "after the first answer")
-assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ and ids(s.idle.values()) == ["S"]
+assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ and ids(s.sessions.idle.values()) == ["S"]
 assert session.num_tokens == 9 and len(s.kv.get_block_ids("S")) == 2 and not s.has_unfinished_requests()
 
 # %% [markdown]
@@ -474,6 +474,6 @@ for kept in (True, False):
     s = drive.scheduler(num_blocks=16, enable_prefix_caching=False)
     say(s, 0, range(20), max_tokens=5)
     drive.run(s)
-    assert kept or s._take_blocks(s.idle.values())
+    assert kept or s.sessions.take_blocks(s.sessions.idle.values())
     say(s, 1, range(3))
     assert drive.step(s).num_scheduled_tokens == {"S": 4 if kept else 28}

@@ -13,7 +13,7 @@ def describe(s: "Scheduler") -> dict[str, Any]:
     """Who is in which queue, how far each request is, and how many blocks are free."""
     pool, fields = s.kv.pool, ("num_computed_tokens", "num_tokens")
     queues = {name: [r.request_id for r in getattr(s, name)] for name in ("waiting", "skipped_waiting", "running")}
-    queues |= {"idle": [*s.idle], "reclaiming": sorted(s.reclaiming)}
+    queues |= {"idle": [*s.sessions.idle], "reclaiming": sorted(s.reclaiming)}
     details = {i: {"status": r.status.value} | {f: getattr(r, f) for f in fields} for i, r in s.requests.items()}
     return queues | {"requests": details, "free_blocks": pool.num_free_blocks, "num_blocks": len(pool.blocks)}
 
@@ -23,12 +23,12 @@ def check_queues(s: "Scheduler") -> None:
     (rule K10). Raises AssertionError."""
     s.kv.check_invariants([*s.requests, *map(reclaimed, s.reclaiming)])
     waiting = [*s.waiting, *s.skipped_waiting]
-    queued = [r.request_id for r in (*s.running, *waiting, *s.idle.values())]
+    queued = [r.request_id for r in (*s.running, *waiting, *s.sessions.idle.values())]
     assert sorted(queued) == sorted(s.requests), f"queues hold {queued}, requests are {list(s.requests)}"
     assert all(r.status is RequestStatus.RUNNING for r in s.running), f"{s.running}"
     assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, *BLOCKED) for r in waiting), f"{waiting}"
-    idle = [r for r in s.idle.values() if r.status is RequestStatus.WAITING_FOR_STREAMING_REQ]
-    assert len(idle) == len(s.idle) and not any(r.streaming_queue for r in idle), f"{s.idle}"
+    idle = [r for r in s.sessions.idle.values() if r.status is RequestStatus.WAITING_FOR_STREAMING_REQ]
+    assert len(idle) == len(s.sessions.idle) and not any(r.streaming_queue for r in idle), f"{s.sessions.idle}"
     remote = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
     assert remote == s.loading | s.finished_recving_kv_req_ids
     blocked = {r.request_id for r in waiting if r.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}

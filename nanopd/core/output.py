@@ -106,6 +106,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    turn: int | None = None  # of a session: to which of its inputs this is the answer
 
 
 @dataclass(frozen=True, slots=True)

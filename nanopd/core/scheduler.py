@@ -17,11 +17,11 @@ It knows nothing about tensors, text or sockets. Rules S1-S13; lessons 04, 05 an
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from nanopd.config import EngineConfig, UserError, require
+from nanopd.config import EngineConfig, require
 from nanopd.core.block_pool import KVCacheBlock
 from nanopd.core.debug import check_queues, describe
 from nanopd.core.kv_cache import KVCacheManager, reclaimed
@@ -35,7 +35,8 @@ from nanopd.core.output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from nanopd.request import BLOCKED, Request, RequestStatus
+from nanopd.core.sessions import Sessions
+from nanopd.request import BLOCKED, TRANSITIONS, Request, RequestStatus
 from nanopd.trace.events import Arrived, Moved, Planned, Sampled, Skipped, Stepped, ignore
 
 if TYPE_CHECKING:
@@ -72,13 +73,13 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.skipped_waiting: deque[Request] = deque()  # asked before and not ready then: asked first in the next step
-        self.idle: dict[str, Request] = {}  # sessions that wait for input, those that have waited longest first
+        self.sessions = Sessions(self)  # holds those that are idle (S13)
         self.loading: set[str] = set()  # ids in WAITING_FOR_REMOTE_KVS whose data may still be on its way
         self.finished_recving_kv_req_ids: set[str] = set()  # their data is there; they can be promoted
         self.compiling: set[str] = set()  # ids whose grammar is not ready (rule S12)
         self.reclaiming: set[str] = set()  # ended or given up, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
-        self._lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
+        self.lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
         self._num_drafts = self._num_accepted = self._num_blocks_saved = 0
 
@@ -94,19 +95,17 @@ class Scheduler:
         in_use = not request.turn and (session is not None or request_id in self.reclaiming)
         require(not in_use, f"Request id {request_id!r} is already in use; ids of unfinished requests must differ.")
         require(request.num_tokens > 0, "The prompt is empty; it needs at least one token.")
-        self._check_length(request, session)
+        self.check_length(request, session)
         if self.trace is not ignore:
             most, place = request.sampling_params.max_tokens, 0 if session else self._place(request)
             self.trace(Arrived(request_id, request.token_ids.tolist(), most, place))
         if session:
-            session.streaming_queue.append(request)
-            if request_id in self.idle:
-                self._next_turn(session)
+            self.sessions.add(session, request)
         else:
             self.requests[request_id] = request
-            self._queue(request)
+            self.queue(request)
 
-    def _check_length(self, request: Request, session: Request | None) -> None:
+    def check_length(self, request: Request, session: Request | None) -> None:
         """S9. Raises UserError."""
         before, what = (session.num_tokens, "session, with this input,") if session else (0, "prompt")
         num_tokens = before + request.num_tokens
@@ -114,19 +113,19 @@ class Scheduler:
         shorten = f"shorten it to at most {self.max_model_len - 1} tokens."
         require(num_tokens < self.max_model_len, f"The {what} has {num_tokens} tokens, {limit}; {shorten}")
 
-    def _queue(self, request: Request) -> None:
+    def queue(self, request: Request) -> None:
         """Into `waiting`. With a grammar it also has to wait for that."""
         self.kv.update_block_hashes(request)
         place = self._place(request)
         self.waiting.insert(place, request)
         if request.turn:
-            self._trace_move(request, "S13", place=place)
+            self.trace_move(request, "S13", place=place)
         if request.sampling_params.structured_outputs:
             assert self.structured_outputs, "nobody compiles grammars here"
             self.structured_outputs.start(request)
             self.compiling.add(request.request_id)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-            self._trace_move(request, "S12")
+            self.trace_move(request, "S12")
 
     def _place(self, request: Request) -> int:
         """In `waiting`: behind all that go first."""
@@ -153,9 +152,13 @@ class Scheduler:
         for request in ended.values():
             request.status = status
             self._release(request)
-        self.running = [r for r in self.running if r.request_id not in ended]
-        self.waiting = deque(r for r in self.waiting if r.request_id not in ended)
-        self.skipped_waiting = deque(r for r in self.skipped_waiting if r.request_id not in ended)
+        self.leave_queues(ended)
+
+    def leave_queues(self, request_ids: Container[str]) -> None:
+        """These stand in none of the queues any more."""
+        self.running = [r for r in self.running if r.request_id not in request_ids]
+        self.waiting = deque(r for r in self.waiting if r.request_id not in request_ids)
+        self.skipped_waiting = deque(r for r in self.skipped_waiting if r.request_id not in request_ids)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.num_active or self.reclaiming or (self.connector and self.connector.has_news()))
@@ -163,14 +166,14 @@ class Scheduler:
     @property
     def num_active(self) -> int:
         """Unfinished requests that want something: all but idle sessions."""
-        return len(self.requests) - len(self.idle)
+        return len(self.requests) - len(self.sessions.idle)
 
     # ---------------------------------------------------------------- one step
 
     def schedule(self) -> SchedulerOutput:
         """Decides one step. Raises RuntimeError if the engine could never go on (rule S11: that would be a bug)."""
-        output = SchedulerOutput(finished_req_ids=self._finished_req_ids, lost_req_ids=self._lost_req_ids)
-        self._finished_req_ids, self._lost_req_ids = set(), set()
+        output = SchedulerOutput(finished_req_ids=self._finished_req_ids, lost_req_ids=self.lost_req_ids)
+        self._finished_req_ids, self.lost_req_ids = set(), set()
         try:
             self._schedule_running(output)
             # After a preemption nobody is admitted: whoever was thrown out must not come back past those who stayed.
@@ -215,7 +218,7 @@ class Scheduler:
             self._preempt(request, "S8")
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         self._finished_req_ids |= output.finished_req_ids
-        self._lost_req_ids |= output.lost_req_ids | output.preempted_req_ids | computed.keys()
+        self.lost_req_ids |= output.lost_req_ids | output.preempted_req_ids | computed.keys()
         if self.connector and output.kv_connector_metadata is not None:
             self.connector.step_failed(output.kv_connector_metadata)
         self.trace(Stepped(taken_back=True))
@@ -233,7 +236,8 @@ class Scheduler:
             if num_new == 0:
                 continue
             while (new_blocks := self.kv.allocate_slots(request, request.num_computed_tokens, num_new)) is None:
-                if self._take_blocks(chain(self.idle.values(), reversed(self.waiting), reversed(self.skipped_waiting))):
+                idle = self.sessions.idle.values()
+                if self.sessions.take_blocks(chain(idle, reversed(self.waiting), reversed(self.skipped_waiting))):
                     continue
                 victim = max(reversed(self.running), key=self._rank)  # FCFS: the last
                 at = self.running.index(victim)
@@ -293,7 +297,7 @@ class Scheduler:
                         num_computed += num_external
                 num_new = 0 if load_async else self._num_new_tokens(request, num_computed, budget)
                 if self.kv.allocate_slots(request, num_computed, num_new, hits, delay_caching=load_async) is None:
-                    if self._take_blocks(self.idle.values()):
+                    if self.sessions.take_blocks(self.sessions.idle.values()):
                         continue
                     break  # nobody overtakes the head of the queue
 
@@ -311,18 +315,18 @@ class Scheduler:
                             self.connector.update_state_after_alloc(request, block_ids, num_external)
                         except BaseException:
                             self.kv.uncache_blocks(request, num_local)
-                            self._forget_external_tokens(request)
+                            self.forget_external_tokens(request)
                             raise
                 queue.popleft()
                 if load_async:  # S5: it has its blocks, and waits for what belongs in them
                     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
                     self.loading.add(request.request_id)
-                    self._trace_move(request, "S5")
+                    self.trace_move(request, "S5")
                     step_skipped_waiting.append(request)
                     continue
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
-                self._trace_move(request, "S4")
+                self.trace_move(request, "S4")
                 output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
                 output.num_scheduled_tokens[request.request_id] = num_new
                 output.total_num_scheduled_tokens += num_new
@@ -343,7 +347,7 @@ class Scheduler:
         request.num_computed_tokens, request.spec_token_ids = 0, []
         request.status = RequestStatus.PREEMPTED
         place = bisect_left(self.waiting, self._rank(request), key=self._rank)  # FCFS: the front
-        self._trace_move(request, rule, by, place)
+        self.trace_move(request, rule, by, place)
         self.kv.free(request.request_id)
         request.metrics.num_preemptions += 1
         self._num_preemptions += 1
@@ -356,32 +360,23 @@ class Scheduler:
             if request.request_id in self.compiling:
                 return False
             request.status = RequestStatus.WAITING
-            self._trace_move(request, "S12")
+            self.trace_move(request, "S12")
             return True
         if request.request_id not in self.finished_recving_kv_req_ids:
             return False
         self.finished_recving_kv_req_ids.remove(request.request_id)
         num_local = (request.num_computed_tokens - request.num_external_tokens) // self.kv.block_size
         if any(block.block_hash is None for block in self.kv.tables[request.request_id][:num_local]):
-            self._forget_external_tokens(request)  # what it found here was of a step that was taken back
+            self.forget_external_tokens(request)  # what it found here was of a step that was taken back
             return True
         self.kv.cache_blocks(request, request.num_computed_tokens)  # K8: the delayed registration
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1  # all is there, but to sample we need the last token's logits
         request.status = RequestStatus.WAITING
-        self._trace_move(request, "S5")
+        self.trace_move(request, "S5")
         return True
 
-    def _take_blocks(self, requests: Iterable[Request]) -> bool:
-        """S13: the first session among these that holds blocks, and does not run, gives them up; they stay in the prefix
-        cache. Returns whether there was one."""
-        holders = (r for r in requests if r.turn is not None and r.request_id in self.kv.tables)
-        session = next((r for r in holders if r.status is not RequestStatus.WAITING_FOR_REMOTE_KVS), None)
-        if session:
-            self._forget_external_tokens(session, "S13")
-        return session is not None
-
-    def _forget_external_tokens(self, request: Request, rule: str = "S10") -> None:
+    def forget_external_tokens(self, request: Request, rule: str = "S10") -> None:
         """Gives a waiting request's blocks back; it will be computed here like any other."""
         self.kv.free(request.request_id)
         request.metrics.num_cached_tokens -= request.num_external_tokens
@@ -390,7 +385,7 @@ class Scheduler:
         self.finished_recving_kv_req_ids.discard(request.request_id)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             request.status = RequestStatus.WAITING
-        self._trace_move(request, rule)
+        self.trace_move(request, rule)
 
     def _ensure_progress(self, lookups_pending: bool, preempted: bool) -> None:
         """S10 and S11: nothing was scheduled. Is something on its way, or must somebody give way?
@@ -407,7 +402,7 @@ class Scheduler:
             return
         for request in reversed([*self.skipped_waiting, *self.waiting]):
             if request.request_id in self.kv.tables:
-                self._forget_external_tokens(request)
+                self.forget_external_tokens(request)
                 return
         if not preempted:
             raise RuntimeError(f"nothing can be scheduled, nothing is in flight and no block can be freed: {self!r}")
@@ -425,7 +420,8 @@ class Scheduler:
             for request_id, error in self.structured_outputs.get_finished().items():
                 self.compiling.discard(request_id)
                 news += self._fail(request_id, error) if error else []
-        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in self.requests}  # not ended since
+        known = {r.request_id for r in self.running}
+        sampled = {i: ids for i, ids in output.sampled_token_ids.items() if i in known}  # not ended since
         ends = {i: self._append_tokens(self.requests[i], sampled) for i in sampled}
         self.trace(Sampled(sampled, output.num_common_prefix_blocks))
         self._num_blocks_saved += output.num_common_prefix_blocks * (len(scheduler_output.num_scheduled_tokens) - 1)
@@ -439,7 +435,9 @@ class Scheduler:
                 self._num_drafts += len(drafts)
                 self._num_accepted += num_accepted
             token_ids, logprobs = sampled[request_id], output.logprobs.get(request_id)
-            item = EngineCoreOutput(request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)])
+            item = EngineCoreOutput(
+                request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)], turn=request.turn
+            )
             if status is not None:
                 stopped[request_id] = request
                 item.finish_reason, item.stop_reason = status.value, request.stop_reason
@@ -450,11 +448,11 @@ class Scheduler:
         if stopped:
             self.running = [r for r in self.running if r.request_id not in stopped]
         for session in [r for r in stopped.values() if r.turn is not None]:
-            news += self._end_turn(session)
+            self.sessions.end_turn(session)
         if output.kv_connector_output is not None:
             news += self._update_from_connector(output.kv_connector_output)
         self.trace(Stepped())
-        return news
+        return news + self.sessions.take_news()
 
     def _append_tokens(self, request: Request, sampled: dict[str, list[int]]) -> RequestStatus | None:
         """Takes in what was sampled for a request, token by token. Returns how it ended, if it did: what comes after its
@@ -477,28 +475,6 @@ class Scheduler:
             request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
         return status
 
-    def _end_turn(self, session: Request) -> list[EngineCoreOutput]:
-        """S13: the answer has ended, and the session stays, with its blocks. The worker will be told anew about it."""
-        session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
-        session.spec_token_ids, session.num_external_tokens = [], 0
-        self.idle[session.request_id] = session
-        self._lost_req_ids.add(session.request_id)
-        if self.structured_outputs:
-            self.structured_outputs.forget(session.request_id)
-        self._trace_move(session, "S13")
-        return self._next_turn(session) if session.streaming_queue else []
-
-    def _next_turn(self, session: Request) -> list[EngineCoreOutput]:
-        """An idle session takes up its next input. If that is too long by now, the session ends with an error."""
-        try:
-            self._check_length(session.streaming_queue[0], session)
-        except UserError as error:
-            return self._fail(session.request_id, str(error))
-        del self.idle[session.request_id]
-        session.resume()
-        self._queue(session)
-        return []
-
     def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
         """Transfers that ended: who can be promoted, who computes itself (or fails, S10), whose blocks are free now."""
         news = []
@@ -512,8 +488,8 @@ class Scheduler:
                 if request_id in output.finished_recving:
                     self.finished_recving_kv_req_ids.add(request_id)
                     request.metrics.transfer = output.transfers.get(request_id)
-                elif self.config.kv_load_failure_policy == "recompute":
-                    self._forget_external_tokens(request)
+                elif self.config.kv_load_failure_policy == "recompute" or request.turn is not None:
+                    self.forget_external_tokens(request)
                 else:
                     news += self._fail(request_id, "its KV cache could not be loaded from the remote engine")
             elif request_id in self.reclaiming and request_id not in output.given_up:
@@ -524,6 +500,13 @@ class Scheduler:
     def _fail(self, request_id: str, why: str) -> list[EngineCoreOutput]:
         """Ends one request with an error that its client sees."""
         request, status = self.requests[request_id], RequestStatus.FINISHED_ERROR
+        if request.turn is not None:
+            if (
+                RequestStatus.WAITING_FOR_STREAMING_REQ in TRANSITIONS[request.status]
+            ):  # else it fails again when it runs
+                self.sessions.refuse(request, why)
+                self.sessions.end_turn(request)
+            return []
         request.stop_reason = why
         self.finish_requests([request_id], status)
         return [EngineCoreOutput(request_id, [], request.metrics, None, status.value, why)]
@@ -533,7 +516,7 @@ class Scheduler:
         request_id = request.request_id
         del self.requests[request_id]
         self._finished_req_ids.add(request_id)
-        self._trace_move(request)
+        self.trace_move(request)
         still_loading = request_id in self.loading
         delay_free, kv_transfer_params = False, None
         if self.connector:
@@ -542,7 +525,7 @@ class Scheduler:
         self.loading.discard(request_id)
         self.finished_recving_kv_req_ids.discard(request_id)
         self.compiling.discard(request_id)
-        self.idle.pop(request_id, None)
+        self.sessions.idle.pop(request_id, None)
         if self.structured_outputs:
             self.structured_outputs.forget(request_id)
         if delay_free or still_loading:
@@ -554,13 +537,13 @@ class Scheduler:
 
     # ---------------------------------------------------------------- what others may look at
 
-    def _trace_move(self, request: Request, rule: str = "", by: str = "", place: int = 0) -> None:
+    def trace_move(self, request: Request, rule: str = "", by: str = "", place: int = 0) -> None:
         computed = request.num_computed_tokens, request.num_external_tokens
         self.trace(Moved(request.request_id, request.status.value, *computed, rule, by, place))
 
     def stats(self) -> SchedulerStats:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
-        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.idle)
+        in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.sessions.idle)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
         more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size
         return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *more)

@@ -118,6 +118,10 @@ class EngineCore:
         """Ends requests now; nothing more is reported about them. Unknown ids are ignored."""
         self.scheduler.finish_requests(request_ids)
 
+    def abort_turn(self, request_id: str, turn: int) -> None:
+        """Ends one answer of a session, which stays."""
+        self.scheduler.sessions.abort_turn(request_id, turn)
+
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
 

@@ -91,6 +91,7 @@ class _Running:
     output: RequestOutput
     completion: CompletionOutput
     detokenizer: Detokenizer
+    turn: int | None  # of a session
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,18 +158,21 @@ class Frontend:
         require(in_range, f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
         wanted = "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
         require(not priority or self._info.scheduling_policy == "priority", wanted)
-        text, token_ids, cache_salt = self._tokenize(prompt)
+        text, token_ids, cache_salt = self._tokenize(prompt, session)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         count, known, before, most = len(token_ids), None, 0, self._info.max_model_len
         if session is not None:
-            require(session in self.sessions, f"There is no session {session!r}; it may have ended. Open another one.")
+            require(
+                isinstance(session, str) and session in self.sessions,
+                f"There is no session {session!r}; it may have ended. Open another one.",
+            )
             known, before = self.sessions[session], self.sessions[session].num_tokens
             alone = params.n == 1 and not params.stop and kv_transfer_params is None and request_id is None
             require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
             only_first = "A session has the cache_salt of its first input; leave it away afterwards."
             require(not known.num_turns or cache_salt is None, only_first)
         after = f", after {before} tokens in this session" if before else ""
-        limits = f"at most {most - 1 - before} tokens: max_model_len is {most}, with the output{after}"
+        limits = f"at most {max(0, most - 1 - before)} tokens: max_model_len is {most}, with the output{after}"
         require(0 < count < most - before, f"The prompt has {count} tokens; it can't be empty, and have {limits}.")
         request_id = session or request_id or self._new_id()
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
@@ -185,7 +189,7 @@ class Frontend:
             request = Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer, priority, turn)
             self._core.add_request(request)
             output.outputs.append(CompletionOutput(i, logprobs=None if params.logprobs is None else []))
-            running = _Running(output, output.outputs[i], Detokenizer(self.tokenizer, token_ids, own))
+            running = _Running(output, output.outputs[i], Detokenizer(self.tokenizer, token_ids, own), turn)
             if known and child_id in self._running:
                 known.queue.append(running)
             else:
@@ -199,8 +203,11 @@ class Frontend:
     def open_session(self, request_id: str | None = None) -> str:
         """A request that gets its input piece by piece, and keeps its KV cache in between (rule S13). Returns its id, for
         `add_request`; `abort_requests` ends it."""
-        request_id = request_id or self._new_id()
-        require(request_id not in self._live | self.sessions.keys(), f"Request id {request_id!r} is already in use.")
+        request_id = self._new_id() if request_id is None else request_id
+        good = (
+            isinstance(request_id, str) and request_id not in self._live | self._running.keys() | self.sessions.keys()
+        )
+        require(good, f"Request id {request_id!r} is already in use, or no text.")
         self.sessions[request_id] = _Session()
         return request_id
 
@@ -213,21 +220,32 @@ class Frontend:
     def _new_id(self) -> str:
         return next(i for i in map(str, self._ids) if i not in self._live and i not in self.sessions)
 
-    def abort_requests(
-        self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None
-    ) -> list[RequestOutput]:
-        """Ends requests and sessions. Their outputs, which are returned, keep what they have, with this finish reason, and
-        `why` as stop reason."""
-        wanted = set(request_ids)
+    def abort_requests(self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None) -> None:
+        """Ends requests and sessions. Their outputs keep what they have, with this finish reason and stop reason."""
+        wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         sessions = {i: self.sessions.pop(i) for i in wanted & self.sessions.keys()}
         ended = {i: running for i, running in self._running.items() if running.output.request_id in wanted}
         self._core.abort_requests(ended.keys() | sessions.keys())
-        turns = [*ended.values(), *(turn for session in sessions.values() for turn in session.queue)]
-        for turn in turns:
+        for turn in (*ended.values(), *(turn for session in sessions.values() for turn in session.queue)):
             turn.completion.finish_reason, turn.completion.stop_reason, turn.output.finished = reason, why, True
         for request_id in ended:
             self._finish(request_id)
-        return [turn.output for turn in turns]
+
+    def abort_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Ends what nobody waits for any more. Of a session only these turns: it stays, with what was said so far."""
+        for output in (output for output in outputs if not output.finished):
+            session = self.sessions.get(output.request_id)
+            if session is None:
+                self.abort_requests([output.request_id])
+                continue
+            current = self._running[output.request_id]
+            turn = next(turn for turn in (current, *session.queue) if turn.output is output)
+            self._core.abort_turn(output.request_id, turn.turn or 0)
+            turn.completion.finish_reason, output.finished = "abort", True
+            if turn is current:
+                self._finish(output.request_id)
+            else:
+                session.queue.remove(turn)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -240,7 +258,8 @@ class Frontend:
         changed: dict[RequestOutput, None] = {}
         stopped: list[str] = []  # by their text: the engine core cannot know
         for item in news:
-            if (running := self._running.get(item.request_id)) is None:
+            running = self._running.get(item.request_id)
+            if running is None or running.turn != item.turn:
                 continue
             self._take_in(running, item)
             changed[running.output] = None
@@ -248,8 +267,6 @@ class Frontend:
                 self._finish(item.request_id)
                 if item.finish_reason is None:
                     stopped.append(item.request_id)
-                elif item.finish_reason == "error":  # it ends a session, with all that waits there
-                    changed |= dict.fromkeys(self.abort_requests([item.request_id], "error", str(item.stop_reason)))
         self._core.abort_requests(stopped)
         return list(changed)
 
@@ -292,7 +309,7 @@ class Frontend:
         sampled = Logprob(logprobs.logprob, logprobs.rank, self.tokenizer.decode([token_id], False))
         return {token_id: sampled} | ranked
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+    def _tokenize(self, prompt: Prompt, session: str | None) -> tuple[str | None, list[int], str | None]:
         """(text if given, token ids, cache salt if given)."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -301,9 +318,14 @@ class Frontend:
         if token_ids is None:
             if not isinstance(text, str):
                 raise UserError('A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.')
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.encode(text, session)
         self._check_token_ids("prompt_token_ids", token_ids)
         return text, list(token_ids), salt
+
+    def encode(self, text: str, session: str | None = None) -> list[int]:
+        """Token ids. What a model wants at the beginning of a text stands only there, not in later input of a session."""
+        known = self.sessions.get(session) if isinstance(session, str) else None
+        return self.tokenizer.encode(text, add_special_tokens=not (known and known.num_turns))
 
     def _check_token_ids(self, name: str, ids: Any) -> None:
         size = self._info.vocab_size
@@ -362,7 +384,7 @@ class LLM(Frontend):
             while not all(output.finished for output in outputs):
                 self.step()
         except BaseException:
-            self.abort_requests(output.request_id for output in outputs)
+            self.abort_outputs(outputs)
             raise
         return outputs
 

@@ -1,7 +1,7 @@
 """The engine core in a process of its own, and the EngineClient through which the server talks to it.
 
     server (asyncio)                               engine core
-    EngineClient  -- Add, Abort, Inspect, Stop -->  run: take in messages, step(), send what is new
+    EngineClient  -- Add, Abort …, Inspect, Stop -->  run: take in messages, step(), send what is new
                   <-- EngineInfo, Outputs, State --
 
 So the model computes while the server parses, detokenizes and writes to its clients. The two are joined by a ZMQ socket
@@ -55,6 +55,13 @@ class Abort(Message):
     """Nobody waits for these any more."""
 
     request_ids: list[str]
+
+
+class AbortTurn(Message):
+    """Nobody waits for this answer of a session any more."""
+
+    request_id: str
+    turn: int
 
 
 class Inspect(Message):
@@ -114,6 +121,9 @@ class EngineClient:
         if ids := list(request_ids):
             self.send(Abort(ids))
 
+    def abort_turn(self, request_id: str, turn: int) -> None:
+        self.send(AbortTurn(request_id, turn))
+
     async def stop(self, grace: float) -> None:
         """Ends the process, by force after `grace` seconds."""
         self.send(Stop())
@@ -170,7 +180,7 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
         wait_ms = 0 if s.num_active or (s.connector and s.connector.has_news()) else 10 if s.reclaiming else 1000
         while socket.poll(wait_ms):
             wait_ms = 0
-            match decode(socket.recv(), type=Add | Abort | Inspect | Stop):
+            match decode(socket.recv(), type=Add | Abort | AbortTurn | Inspect | Stop):
                 case Add() as add:
                     *fields, metrics = msgspec.structs.astuple(add)
                     request = Request(*fields)
@@ -178,9 +188,13 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
                     try:
                         core.add_request(request)
                     except UserError as error:
-                        news.append(EngineCoreOutput(request.request_id, [], metrics, None, "error", str(error)))
+                        news.append(
+                            EngineCoreOutput(request.request_id, [], metrics, None, "error", str(error), turn=add.turn)
+                        )
                 case Abort(request_ids):
                     core.abort_requests(request_ids)
+                case AbortTurn(request_id, turn):
+                    core.abort_turn(request_id, turn)
                 case Inspect():
                     socket.send(encode(State(describe(core.scheduler))))
                 case Stop():

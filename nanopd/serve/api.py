@@ -13,6 +13,7 @@ name rather than ignored. This file knows nothing about scheduling or tensors.
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -195,7 +196,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Of all prompts and completions."""
-        prompt = sum(len(output.prompt_token_ids) for output in self.outputs)
+        prompt = sum(output.metrics.num_prompt_tokens for output in self.outputs)
         cached = sum(output.metrics.num_cached_tokens for output in self.outputs)
         answer = sum(len(completion.token_ids) for completion in self.completions)
         counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
@@ -218,6 +219,7 @@ class Server:
         self.client, self.metrics = EngineClient(), Metrics()
         self.status, self.model = "starting", ""  # then "ok", and at the end "draining"
         self.num_unfinished = 0  # completions, asked for and not answered yet
+        self.in_order = asyncio.Lock()  # input of sessions, while it is tokenized
         self.answers: dict[RequestOutput, Answer] = {}  # whom to wake
         self.recent_ids: deque[str] = deque(maxlen=4096)
         self.inspections: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -347,13 +349,14 @@ class Server:
         answer = Answer(id, self.model, chat, body, params.logprobs)
         self.num_unfinished += count
         try:
-            tokenized = await asyncio.to_thread(self._encode, prompts, body)
-            self._check_ready()
-            for i, prompt in enumerate(tokenized):
-                name = http["id"] if len(prompts) == 1 else f"{http['id']}-{i}"
-                about = self._unused(name) if body.session is None else None, transfer, body.priority, body.session
-                answer.add(output := self.frontend.add_request(prompt, params, *about))
-                self.answers[output] = answer
+            async with self.in_order if body.session is not None else contextlib.nullcontext():
+                tokenized = await asyncio.to_thread(self._encode, prompts, body)
+                self._check_ready()
+                for i, prompt in enumerate(tokenized):
+                    name = http["id"] if len(prompts) == 1 else f"{http['id']}-{i}"
+                    about = self._unused(name) if body.session is None else None, transfer, body.priority, body.session
+                    answer.add(output := self.frontend.add_request(prompt, params, *about))
+                    self.answers[output] = answer
             if body.stream:
                 return await self._stream(http, answer, body.stream_options.get("include_usage", False))
             while not all(output.finished for output in answer.outputs):
@@ -362,8 +365,7 @@ class Server:
             return web.json_response(answer.news() | answer.usage())
         finally:
             self.num_unfinished -= count
-            left = [output.request_id for output in answer.outputs if not output.finished]
-            self._wake(self.frontend.abort_requests(left))  # of a session also those who wait behind
+            self.frontend.abort_outputs(answer.outputs)
             for output in answer.outputs:
                 del self.answers[output]
                 self.metrics.observe(output)
@@ -383,7 +385,7 @@ class Server:
         tokenizer = self.frontend.tokenizer
         if body.messages:
             prompts = [tokenizer.apply_chat_template(msgspec.to_builtins(body.messages))]
-        ids = (tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
+        ids = (self.frontend.encode(p, body.session) if isinstance(p, str) else p for p in prompts)
         return [{"prompt_token_ids": i, "cache_salt": body.cache_salt} for i in ids]
 
     def _unused(self, request_id: str) -> str:
@@ -428,6 +430,8 @@ class Server:
     async def open(self, http: web.Request) -> web.Response:
         """A request that gets its input piece by piece, from completions with its id as `session` (rule S13)."""
         self._check_ready()
+        if (await asyncio.wait_for(http.read(), READ_TIMEOUT)).strip() not in (b"", b"{}"):
+            raise ApiError(400, "A session has no options; leave the body empty.")
         most = self.engine.max_num_seqs + self.config.max_waiting
         if len(self.frontend.sessions) >= most:
             raise ApiError(429, f"{most} sessions are open: that is the limit. End one, or try later.", "busy")
@@ -438,7 +442,8 @@ class Server:
         """Ends a session, and what is still answered in it."""
         self._check_ready()
         self._check_session(id := http.match_info["id"])
-        self._wake(self.frontend.abort_requests([id]))
+        self.frontend.abort_requests([id], why="The session has been ended.")
+        self._wake(output for output in self.answers if output.request_id == id)
         return web.json_response({"id": id, "object": "session", "deleted": True})
 
     def _check_session(self, id: str) -> None:

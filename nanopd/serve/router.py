@@ -133,7 +133,7 @@ class Router:
         self.counts = dict.fromkeys(("answered", "refused", "failed", "broken_off", "client_left", "tries_failed"), 0)
         self.app.router.add_get("/health", self.health)
         self.app.router.add_get("/metrics", self.metrics)
-        self.app.router.add_route("*", "/v1/{_:models|completions|chat/completions}", self.forward)
+        self.app.router.add_route("*", "/v1/{_:models|completions|chat/completions|sessions.*}", self.forward)
         self.app.cleanup_ctx.append(self.watch_all)
 
     # ---------------------------------------------------------------- which nodes are up
@@ -208,8 +208,8 @@ class Router:
         except (ValueError, TypeError, RecursionError, TimeoutError, web.HTTPRequestEntityTooLarge) as problem:
             wish = f"a JSON object of at most {MAX_BODY} bytes, and come within {BODY_TIMEOUT:.0f} seconds"
             return error(getattr(problem, "status", 400), f"The body must be {wish}.")
-        if body.get("session") is not None:
-            return error(400, "A session lives in one node; send its input there.")
+        if request.path.startswith("/v1/sessions") or body.get("session") is not None:
+            return error(400, "A session lives in one node; open it there, and send its input there.")
         body.pop("kv_transfer_params", None)  # where a D fetches from is not for clients to say
         prompt, tried, answer = chain(body), set[Node](), error(503, "No decode node is up; try again soon.")
         while d := self.choose([node for node in self.decode if node.health and node not in tried], prompt):

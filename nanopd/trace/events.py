@@ -4,7 +4,7 @@ Whoever decides something calls its tracer with an event; that is `ignore` unles
 what was decided and nothing that follows from it: that a popped block leaves the hash table, or that planned tokens
 count as computed, a replay knows as well as the engine does.
 
-    between two steps    Arrived; Moved to an end, Freed (aborted)
+    between two steps    Arrived, Dropped; Moved to an end, Freed (aborted)
     schedule             Refused, Freed, Moved (preempted, promoted); Allocated, Cached, Moved (admitted); Skipped; Planned
     the step has run     Transfer; Sampled; Moved to an end, Freed; Stepped
 
@@ -40,6 +40,12 @@ class Arrived(RequestEvent):
     token_ids: list[int]
     max_tokens: int
     place: int = 0
+
+
+class Dropped(RequestEvent):
+    """Input number `at` of a session's `streaming_queue` leaves it: too long by now, or nobody waits for an answer (S13)."""
+
+    at: int = 0
 
 
 class Moved(RequestEvent):
@@ -137,5 +143,18 @@ class Transfer(RequestEvent):
     about: str = ""  # the peer, how much, or what went wrong
 
 
-AnyEvent = Arrived | Moved | Allocated | Refused | Cached | Uncached | Freed | Quarantined | Skipped | Planned | Sampled
+AnyEvent = (
+    Arrived
+    | Dropped
+    | Moved
+    | Allocated
+    | Refused
+    | Cached
+    | Uncached
+    | Freed
+    | Quarantined
+    | Skipped
+    | Planned
+    | Sampled
+)
 AnyEvent |= Stepped | Transfer

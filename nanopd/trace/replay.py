@@ -34,6 +34,8 @@ class State:
                 else:
                     self.requests[i] = request
                     self.waiting.insert(place, i)
+            case ev.Dropped(i, at):
+                del self.requests[i].streaming_queue[at]
             case ev.Moved():
                 self._move(event, RequestStatus(event.status))
             case ev.Allocated(i, ids, num_hits):

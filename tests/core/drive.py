@@ -114,7 +114,9 @@ class Driver:
     computed: dict[str, int] = dataclasses.field(default_factory=dict)
     outputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
-    answers: dict[str, int] = dataclasses.field(default_factory=dict)  # how many have ended: one, or of a session many
+    ends: list[tuple[str, int | None, str]] = dataclasses.field(
+        default_factory=list
+    )  # id, turn, reason: in their order
     transfers: KVConnectorOutput | None = None  # reported with the next step
     next_token: int = 10
     right: int = 0  # how many tokens of each draft the model agrees with
@@ -256,7 +258,7 @@ class Driver:
             self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
             if item.finish_reason:
                 self.reasons[item.request_id] = item.finish_reason
-                self.answers[item.request_id] = self.answers.get(item.request_id, 0) + 1
+                self.ends.append((item.request_id, item.turn, item.finish_reason))
 
     def run(self, max_steps: int = 10_000) -> int:
         """Until nothing is unfinished; returns how many steps it took."""

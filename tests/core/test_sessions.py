@@ -24,7 +24,7 @@ def test_the_next_turn_computes_only_what_is_new(prefix_caching):
     say(scheduler, 0, tokens=6)
     driver.run()
     session = scheduler.requests["s"]
-    assert session.status is IDLE and not scheduler.running and scheduler.idle == {"s": session}
+    assert session.status is IDLE and not scheduler.running and scheduler.sessions.idle == {"s": session}
     held = scheduler.kv.get_block_ids("s")
     say(scheduler, 1, tokens=5)
     output = driver.step()
@@ -130,13 +130,32 @@ def test_what_can_not_be_taken_is_refused_and_what_came_before_stays():
     assert driver.reasons == {"s": "length"} and scheduler.requests["s"].num_tokens == 20
 
 
-def test_queued_input_that_has_become_too_long_ends_the_session_with_a_reason():
+def test_queued_input_that_has_become_too_long_is_refused_and_the_session_goes_on():
     driver = Driver(scheduler := make_scheduler(max_model_len=20))
     say(scheduler, 0, max_tokens=10)
     say(scheduler, 1, tokens=8)
-    say(scheduler, 2)
+    say(scheduler, 2, tokens=2)
     driver.run()
-    assert driver.reasons == {"s": "error"} and len(driver.outputs["s"]) == 10 and not scheduler.requests
+    assert driver.ends == [("s", 0, "length"), ("s", 1, "error"), ("s", 2, "length")]
+    assert scheduler.requests["s"].num_tokens == 4 + 10 + 2 + 3 and scheduler.requests["s"].status is IDLE
+
+
+def test_who_goes_away_takes_the_own_input_along_and_nobody_elses():
+    driver = Driver(scheduler := make_scheduler())
+    for turn in range(3):
+        say(scheduler, turn, max_tokens=50)
+    driver.step()
+    scheduler.sessions.abort_turn("s", 1)  # waits in the queue: forgotten
+    assert [turn.turn for turn in scheduler.requests["s"].streaming_queue] == [2]
+    scheduler.sessions.abort_turn("s", 0)  # runs: ends with the next token
+    driver.step()
+    assert driver.ends == [("s", 0, "length")] and len(driver.outputs["s"]) == 2
+    driver.run()
+    assert driver.ends[1:] == [("s", 2, "length")] and scheduler.requests["s"].num_tokens == 4 + 2 + 4 + 50
+    for turn in (0, 1, 2, 7):  # all over: nothing happens
+        scheduler.sessions.abort_turn("s", turn)
+    scheduler.sessions.abort_turn("nobody", 0)
+    assert scheduler.requests["s"].status is IDLE
 
 
 def test_drafts_of_an_answer_that_has_ended_are_forgotten():
@@ -163,4 +182,15 @@ def test_each_turn_has_a_grammar_of_its_own():
     driver.step()
     grammars.news["s"] = "too large"
     driver.step()
-    assert driver.reasons["s"] == "error" and not scheduler.requests
+    assert driver.ends[-1] == ("s", 2, "error")
+    assert scheduler.requests["s"].status is IDLE and not scheduler.compiling and not grammars.alive
+    say(scheduler, 3, structured_outputs={"regex": "z"})
+    grammars.news["s"] = None
+    driver.step()
+    driver.step()
+    grammars.news["s"] = "fuel exhausted"  # the matcher fails while it runs
+    driver.step()
+    assert driver.ends[-1] == ("s", 3, "error") and scheduler.requests["s"].status is IDLE
+    say(scheduler, 4)
+    driver.run()
+    assert driver.ends[-1] == ("s", 4, "length")

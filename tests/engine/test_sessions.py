@@ -101,6 +101,14 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
         llm.open_session("talk")
     with pytest.raises(UserError, match="in use"):
         llm.add_request([1], params(0), "talk")
+    for wrong in (5, ["talk"], None):
+        with pytest.raises(UserError):
+            llm.open_session(wrong) if wrong else llm.add_request([1], params(0), session=["talk"])  # type: ignore[arg-type]
+    several = llm.add_request([1], params(0, n=2), "several")
+    with pytest.raises(UserError, match="in use"):
+        llm.open_session("several#0")
+    llm.abort_requests("several")
+    assert several.finished
     first = llm.generate([{"prompt_token_ids": [1, 2], "cache_salt": "us"}], params(0), session=session)[0]
     for wrong in ({"n": 2}, {"stop": ["x"]}):
         with pytest.raises(UserError, match="takes no n, stop"):
@@ -114,22 +122,62 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
     again = llm.generate([[3] * 142], params(1, max_tokens=50), session=session)[0]
     assert first.outputs[0].finish_reason == again.outputs[0].finish_reason == "length"
     assert len(again.outputs[0].token_ids) == 1, "max_model_len"
-    with pytest.raises(UserError, match="at most -1 tokens"):
+    with pytest.raises(UserError, match="at most 0 tokens"):
         llm.generate([[3]], params(1), session=session)
 
 
-def test_an_error_ends_a_session_with_all_that_waits_in_it(tiny_model: Path):
+def test_input_that_has_become_too_long_is_refused_alone(tiny_model: Path):
     llm = make(tiny_model)
     session = llm.open_session()
-    long = [llm.add_request([i] * 60, params(0, max_tokens=50), session=session) for i in range(2)]
-    waits = llm.add_request([5], params(0), session=session)
+    first, long, last = (
+        llm.add_request([i] * n, params(0, max_tokens=50), session=session) for i, n in ((0, 60), (1, 60), (2, 3))
+    )
     while llm.has_unfinished_requests():
         llm.step()
-    reasons = [output.outputs[0].finish_reason for output in (*long, waits)]
-    assert reasons == ["length", "error", "error"] and waits.finished
-    assert "170 tokens" in str(waits.outputs[0].stop_reason)
-    with pytest.raises(UserError, match="no session"):
-        llm.add_request([5], params(0), session=session)
+    assert [output.outputs[0].finish_reason for output in (first, long, last)] == ["length", "error", "length"]
+    assert "170 tokens" in str(long.outputs[0].stop_reason)
+    whole = [0] * 60 + first.outputs[0].token_ids + [2] * 3
+    assert last.outputs[0].token_ids == llm.generate([whole], params(0, max_tokens=50))[0].outputs[0].token_ids[:37]
+
+
+def test_who_stops_an_answer_keeps_the_session(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """As Ctrl-C in `generate` does: what was said and answered so far is part of the conversation."""
+    llm = make(tiny_model)
+    session = llm.open_session()
+    steps = llm.core.step
+
+    def interrupted() -> Any:
+        news = steps()
+        if len(llm.core.scheduler.requests[session].token_ids) == 8:
+            raise KeyboardInterrupt
+        return news
+
+    monkeypatch.setattr(llm.core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4]], params(0, max_tokens=50), session=session)
+    monkeypatch.undo()
+    after = llm.generate([[9]], params(1), session=session)[0]
+    talk = llm.core.scheduler.requests[session].token_ids.tolist()
+    said = talk.index(9, 8)
+    assert said == 9, "5 tokens of the answer, and one with which it ended; the second input is gone"
+    assert after.outputs[0].token_ids == llm.generate([talk[: said + 1]], params(1))[0].outputs[0].token_ids
+    with pytest.raises(UserError, match="empty"):
+        llm.generate([[5], []], params(2), session=session)
+    assert session in llm.sessions
+
+
+def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    llm = make(tiny_model)
+    encode = llm.tokenizer.encode
+
+    def with_bos(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [7] * add_special_tokens + encode(text)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", with_bos)
+    session = llm.open_session()
+    first, second = (llm.generate([text], params(0), session=session)[0].prompt_token_ids for text in "ab")
+    assert (first[0], second[0]) == (7, encode("b")[0])
+    assert llm.generate(["b"], params(0))[0].prompt_token_ids[0] == 7
 
 
 def test_idle_sessions_end_after_a_while(tiny_model: Path):
@@ -154,4 +202,7 @@ def test_an_answer_in_a_form(tiny_model: Path):
     for wish in wishes:
         form = {"structured_outputs": wish} if wish else {}
         texts.append(llm.generate(["ab"], params(0, **form), session=session)[0].outputs[0].text)
+    bad = llm.generate(["ab"], params(0, structured_outputs={"regex": "("}), session=session)[0].outputs[0]
+    assert bad.finish_reason == "error" and "unclosed" in str(bad.stop_reason)
+    assert llm.generate(["ab"], params(1), session=session)[0].metrics.num_cached_tokens > 15, "it goes on"
     assert set(texts[0]) <= {"a", "b"} and len(texts[0]) == 3 and texts[2] in ("yes", "no")

@@ -11,7 +11,7 @@ from nanopd.config import EngineConfig, KVTransferConfig, SamplingParams, Struct
 from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs, TransferStats
 from nanopd.engine.llm import EngineInfo, Frontend
-from nanopd.engine.process import Abort, Add, Inspect, Outputs, State, Stop
+from nanopd.engine.process import Abort, AbortTurn, Add, Inspect, Outputs, State, Stop
 from nanopd.request import Request, RequestMetrics
 
 
@@ -21,12 +21,16 @@ class Elsewhere:
     def __init__(self) -> None:
         self.added: list[Request] = []
         self.aborted: list[str] = []
+        self.turns: list[tuple[str, int]] = []  # that were aborted
 
     def add_request(self, request: Request) -> None:
         self.added.append(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self.aborted += request_ids
+
+    def abort_turn(self, request_id: str, turn: int) -> None:
+        self.turns.append((request_id, turn))
 
 
 @pytest.fixture
@@ -92,6 +96,7 @@ def test_messages_survive_the_way_and_are_decoded_strictly():
     for message in (
         Add("id", [1, 2], params, [256], None, transfer, -3, 1, metrics),
         Abort(["a"]),
+        AbortTurn("a", 1),
         Inspect(),
         Stop(),
         Outputs([item], stats, TransferStats(sent=3)),
@@ -120,10 +125,19 @@ def test_turns_of_a_session_go_by_its_id_one_after_the_other(core: Elsewhere, fr
     assert [(r.request_id, r.turn) for r in core.added] == [("talk", 0), ("talk", 1), ("talk", 2)]
     seeds = {r.sampling_params.seed for r in core.added}
     assert len(seeds) == 3, "each turn draws its own"
-    news = [token("talk", 70, "length"), token("talk", 71)]  # of one step, or of two that came together
-    assert frontend.process_outputs(news) == [first, second]
+
+    def news(turn: int, token_id: int, reason: str | None = None) -> EngineCoreOutput:
+        item = token("talk", token_id, reason)
+        item.turn = turn
+        return item
+
+    assert frontend.process_outputs([news(0, 70, "length"), news(1, 71)]) == [first, second]  # two that came together
     assert (first.finished, second.finished, second.outputs[0].token_ids) == (True, False, [71])
-    failed = EngineCoreOutput("talk", [], RequestMetrics(), finish_reason="error", stop_reason="too long")
-    assert frontend.process_outputs([failed]) == [second, third], "whoever waits for the third has to hear of it, too"
-    assert [o.outputs[0].stop_reason for o in (second, third)] == ["too long"] * 2
-    assert not frontend.sessions and not frontend.has_unfinished_requests() and core.aborted == ["talk"]
+    frontend.abort_outputs([first, second, third])
+    assert core.turns == [("talk", 1), ("talk", 2)] and second.finished and third.finished
+    last = frontend.add_request("d", SamplingParams(), session=session)
+    assert frontend.process_outputs([news(1, 72), news(2, 73), news(3, 74)]) == [last], "those of others were under way"
+    assert last.outputs[0].token_ids == [74]
+    frontend.abort_requests(["talk"], "error", "why")
+    assert core.aborted == ["talk"] and not frontend.sessions and not frontend.has_unfinished_requests()
+    assert (last.outputs[0].stop_reason, last.finished) == ("why", True)

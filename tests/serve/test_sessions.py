@@ -46,7 +46,7 @@ def test_a_conversation(server: Server, llm: LLM):
         so_far += said
         tokens = answer["choices"][0]["token_ids"]
         assert tokens == llm.generate([so_far], SamplingParams(**GREEDY))[0].outputs[0].token_ids
-        assert answer["usage"]["prompt_tokens"] == len(said)
+        assert answer["usage"]["prompt_tokens"] == len(so_far), "it attends to all of these"
         kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert kept == (len(so_far) - len(said) - 1 if len(so_far) > 21 else 0)
         so_far += tokens
@@ -73,6 +73,7 @@ def test_input_may_come_while_an_answer_is_written(server: Server, llm: LLM):
 
 
 def test_what_a_session_does_not_take(server: Server):
+    assert refused(server, "/v1/sessions", timeout=5)[0] == 400
     session = open_session(server)
     for options, status, word in (
         ({"prompt": ["a", "b"]}, 400, "one prompt"),
@@ -92,14 +93,41 @@ def test_what_a_session_does_not_take(server: Server):
     delete(server, session)
 
 
-def test_a_client_that_goes_away_in_the_middle_ends_the_session(server: Server):
+def test_a_client_that_goes_away_takes_its_own_answer_with_it(server: Server):
     session = open_session(server)
-    say(server, session, "hello")
-    stream = server.stream("/v1/completions", prompt="more", session=session, **(GREEDY | {"max_tokens": 400}))
+    stream = server.stream("/v1/completions", prompt=[7] * 5, session=session, **(GREEDY | {"max_tokens": 400}))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    waits = server.stream("/v1/completions", prompt=[8] * 5, session=session, **GREEDY)
+    with ThreadPoolExecutor() as pool:
+        gone = pool.submit(next, waits, None)
+        last = pool.submit(say, server, session, [9] * 5)
+        time.sleep(0.1)
+        stream.close()  # type: ignore[attr-defined]
+        answer = last.result()
+        assert gone.result()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["prompt_tokens"] < 300
+    end = time.monotonic() + 10  # who of the two came first is not known
+    while server.state()["idle"] != [session]:
+        assert time.monotonic() < end
+    delete(server, session)
     server.wait_empty()
-    assert refused(server, "/v1/completions", prompt="x", session=session)[0] == 404
+
+
+def test_input_is_taken_up_in_the_order_in_which_it_came(server: Server, llm: LLM):
+    """Though a long text takes longer to tokenize."""
+    long = "word " * 60
+    for _ in range(5):
+        session = open_session(server)
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(say, server, session, long)
+            time.sleep(0.004)
+            second = pool.submit(say, server, session, "b")
+        assert (
+            second.result()["usage"]["prompt_tokens"]
+            == len(long) + 6 + 1
+            == first.result()["usage"]["prompt_tokens"] + 7
+        )
+        delete(server, session)
 
 
 def test_sessions_end_by_time_and_are_bounded_in_number(tiny_model: Path):

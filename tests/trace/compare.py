@@ -24,7 +24,9 @@ def _describe(kv: KVCacheManager, requests: dict[str, Request], queues: dict[str
 
 def of_engine(scheduler: Scheduler) -> dict[str, Any]:
     names = ("waiting", "skipped_waiting", "running")
-    queues = {name: [r.request_id for r in getattr(scheduler, name)] for name in names} | {"idle": [*scheduler.idle]}
+    queues = {name: [r.request_id for r in getattr(scheduler, name)] for name in names} | {
+        "idle": [*scheduler.sessions.idle]
+    }
     return _describe(scheduler.kv, scheduler.requests, queues)
 
 

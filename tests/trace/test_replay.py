@@ -56,7 +56,18 @@ def run(machine: type[TracedMachine], examples: int, steps: int) -> None:
 
 def test_replaying_gives_the_state_of_the_engine_after_every_step(traced: type[TracedMachine]):
     run(traced, 100, 40)
-    kinds = {"Arrived", "Allocated", "Refused", "Cached", "Uncached", "Freed", "Quarantined", "Skipped", "Planned"}
+    kinds = {
+        "Arrived",
+        "Dropped",
+        "Allocated",
+        "Refused",
+        "Cached",
+        "Uncached",
+        "Freed",
+        "Quarantined",
+        "Skipped",
+        "Planned",
+    }
     statuses = {
         "running",
         "preempted",
