@@ -79,7 +79,7 @@ class Scheduler:
         self.compiling: set[str] = set()  # ids whose grammar is not ready (rule S12)
         self.reclaiming: set[str] = set()  # ended or given up, but a peer may still touch their blocks (rule P4)
         self._finished_req_ids: set[str] = set()  # ended since the last step, for the worker
-        self.lost_req_ids: set[str] = set()  # in a step that was taken back: the worker must forget them
+        self.lost_req_ids: set[str] = set()  # alive, but the worker must forget them: of a lost step, or idle
         self._num_preemptions = self._num_queried = self._num_hit = self._num_scheduled = 0
         self._num_drafts = self._num_accepted = self._num_blocks_saved = 0
 
