@@ -141,3 +141,16 @@ def test_a_draft_can_take_a_later_requests_blocks_but_the_request_goes_on():
     driver.run()
     assert len(driver.outputs["a"]) == 8
     assert driver.reasons == {"a": "length"}
+
+
+@pytest.mark.parametrize(("right", "most"), [(0, 1), (1, 3), (2, 5), (4, 9)])
+def test_the_next_draft_is_as_long_as_the_last_one_was_good(right: int, most: int):
+    driver = Driver(scheduler := make_scheduler(speculative_ngram=4))
+    scheduler.add_request(make_request("a", [5, 6, 7, 8, 9] * 3, max_tokens=60))
+    driver.step({"a": 5})
+    request = scheduler.requests["a"]
+    assert request.spec_token_ids == [6, 7, 8, 9]
+    driver.right = right
+    driver.step({"a": 5 if right == 4 else 8})
+    assert request.most_drafts == most
+    assert len(request.spec_token_ids) <= min(4, most)
