@@ -201,7 +201,7 @@ def test_abort_while_it_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     while not other.finished:
         llm.step()
     assert llm.stats().num_compiling == 2
-    llm.abort_requests("ab")
+    llm.abort_requests(["a", "b"])
     assert llm.stats().num_compiling == 0 and not manager._futures
     go_on.set()
     assert answer(llm, structured_outputs={"choice": ["yes"]}).text == "yes"
