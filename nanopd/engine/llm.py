@@ -100,7 +100,7 @@ class _Session:
 
     num_turns: int = 0
     idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if no turn of it runs
-    num_tokens: int = 0  # of all inputs, and of the answers that have ended
+    num_tokens: int = 0  # at least: of inputs, and of answers that have ended; the engine core knows better
     queue: deque[_Running] = dataclasses.field(default_factory=deque)  # turns behind the one that runs
 
 
@@ -246,6 +246,7 @@ class Frontend:
                 self._finish(output.request_id)
             else:
                 session.queue.remove(turn)
+                session.num_tokens -= len(output.prompt_token_ids)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -297,7 +298,8 @@ class Frontend:
         running = self._running.pop(request_id)
         running.output.finished = all(completion.finish_reason is not None for completion in running.output.outputs)
         if session := self.sessions.get(request_id):
-            session.num_tokens += len(running.completion.token_ids)
+            refused = running.completion.finish_reason == "error"  # mostly its input is too long, and was not taken up
+            session.num_tokens += len(running.completion.token_ids) - refused * len(running.output.prompt_token_ids)
             session.idle_since = time.monotonic()
             if session.queue:
                 self._running[request_id] = session.queue.popleft()

@@ -136,6 +136,9 @@ def test_input_that_has_become_too_long_is_refused_alone(tiny_model: Path):
         llm.step()
     assert [output.outputs[0].finish_reason for output in (first, long, last)] == ["length", "error", "length"]
     assert "170 tokens" in str(long.outputs[0].stop_reason)
+    assert llm.sessions[session].num_tokens == llm.core.scheduler.requests[session].num_tokens, (
+        "what was refused is not there"
+    )
     whole = [0] * 60 + first.outputs[0].token_ids + [2] * 3
     assert last.outputs[0].token_ids == llm.generate([whole], params(0, max_tokens=50))[0].outputs[0].token_ids[:37]
 
