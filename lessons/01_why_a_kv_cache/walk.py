@@ -191,6 +191,7 @@ def counted(core: EngineCore) -> tuple[Step, int, int]:
 
 
 core = engine(default_model_path() if there else tiny, enable_prefix_caching=False, max_num_batched_tokens=32)
+core.pack()  # else it would do so in the middle of what we measure
 model = core.model.config
 per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
 rows = []
@@ -375,7 +376,6 @@ core.abort_requests(list(core.scheduler.requests))
 # x86 CPU it keeps these matrices as float16, in tiles.
 
 # %%
-core.pack()
 projections = [layer.mlp.gate_up_proj for layer in core.model.layers]
 weights = [torch.ones(2 * model.intermediate_size, model.hidden_size, dtype=dtype) for _ in projections]
 read, rows = sum(weight.nbytes for weight in weights), []
