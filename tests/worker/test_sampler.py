@@ -1,5 +1,8 @@
 """The sampler against plain numpy, and against the promises of SamplingParams."""
 
+from copy import copy
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +13,19 @@ from nanopd.worker.sampler import SamplingRow, sample, uniform, verify
 VOCAB = 50
 
 
+@cache
+def checked(**params: object) -> SamplingParams:
+    return SamplingParams(**params)  # type: ignore[arg-type]
+
+
 def row(
-    tokens: tuple[int, ...] = (), prompt: tuple[int, ...] = (1, 2), stop_ids: tuple[int, ...] = (), **params: object
-) -> SamplingRow:
-    params = {"temperature": 1.0, "seed": 0, "max_tokens": 1000} | params
+    tokens: tuple[int, ...] = (), prompt: tuple[int, ...] = (1, 2), stop_ids: tuple[int, ...] = (), seed: int = 0,
+    **params: object,
+) -> SamplingRow:  # fmt: skip
+    one = copy(checked(**{"temperature": 1.0, "max_tokens": 1000} | params))
+    object.__setattr__(one, "seed", seed)  # to check each of 20,000 anew would be most of the time of these tests
     ids = np.array([*prompt, *tokens], dtype=np.int64)
-    return SamplingRow(SamplingParams(**params), ids, len(prompt), frozenset(stop_ids))  # type: ignore[arg-type]
+    return SamplingRow(one, ids, len(prompt), frozenset(stop_ids))
 
 
 def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
