@@ -133,8 +133,9 @@ def test_what_a_killed_fetch_left_is_cleared_away(cache, monkeypatch):
 
 def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
     script = textwrap.dedent("""
-        import sys, time
+        import os, sys, time
         from nanopd.models import default, gguf
+        os.fork()  # two processes from here on
         def convert(file, directory):
             directory.mkdir()
             time.sleep(0.5)
@@ -143,11 +144,10 @@ def test_two_fetches_at_once_do_the_work_once(cache, tmp_path):
             with open(sys.argv[1], "a") as log: log.write("converted ")
             return directory
         default._download, gguf.convert = lambda scratch: scratch, convert
-        print(default.fetch_default_model())
+        os.write(1, f"{default.fetch_default_model()}\\n".encode())
     """)
-    command = [sys.executable, "-c", script, str(tmp_path / "log")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [p.communicate()[0].strip() for p in both] == [str(cache / default.NAME)] * 2
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
+    assert done.stdout.splitlines() == [str(cache / default.NAME)] * 2
     assert (tmp_path / "log").read_text() == "converted "
     assert default.list_models() == [(default.NAME, cache / default.NAME)]
 
