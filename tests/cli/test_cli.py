@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.engine.conftest import tiny_model
 
 __all__ = ["tiny_model"]  # a fixture
@@ -21,9 +22,7 @@ FAST = ["--num-blocks", "200", "--dtype", "float32"]
 
 def nanopd(*args: str, stdin: str | bytes = b"", **env: str) -> "subprocess.CompletedProcess[str]":
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(
-        [sys.executable, "-m", "nanopd", *args], input=data, capture_output=True, env=os.environ | env, timeout=300
-    )
+    done = forked.run(["-m", "nanopd", *args], data, os.environ | env)
     assert b"Traceback" not in done.stderr, done.stderr.decode()
     return subprocess.CompletedProcess(args, done.returncode, done.stdout.decode(), done.stderr.decode())
 

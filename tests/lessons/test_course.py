@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import typer.main
 from nanopd.cli import add_checkout_commands, app
 from nanopd_lessons import course
 from nanopd_lessons.course import Lesson
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [*sorted((ROOT / "lessons").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -27,14 +27,14 @@ each_text = pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.rel
 # ---------------------------------------------------------------- scripts
 
 
-def run_walk(path: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=os.environ)
+def run_walk(path: Path) -> "subprocess.CompletedProcess[bytes]":
+    return forked.run([str(path)])
 
 
 @each_lesson
 def test_the_claims_of_a_lesson_hold(lesson: Lesson):
     done = run_walk(lesson.path / "walk.py")
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
     cells = [*course.cells((lesson.path / "walk.py").read_text())]
     assert sum(map(course.num_claims, cells)) >= 8, "a lesson that claims so little teaches little"
     assert any(cell.kind == "markdown" for cell in cells)
