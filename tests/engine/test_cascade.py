@@ -1,6 +1,8 @@
 """Cascade attention changes no token: however the work is cut up, on both backends, and only where it pays."""
 
 import random
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +39,55 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def run(model: Path, work: list[list[int]], **options: Any) -> list[list[int]]:
+def run(model: Path, work: list[list[int]], params: SamplingParams = PARAMS, **options: Any) -> tuple[Any, LLM]:
     defaults: dict[str, Any] = {"num_blocks": 120, "block_size": 4, "max_model_len": 120}
     llm = LLM(str(model), dtype="float32", check_invariants=True, **defaults | options)
-    llm.generate(work[:1], PARAMS)  # so that the others find the prefix
-    return [output.outputs[0].token_ids for output in llm.generate(work, PARAMS)]
+    llm.generate(work[:1], replace(params, max_tokens=1))  # so that the others find the prefix
+    return [output.outputs[0].token_ids for output in llm.generate(work, params)], llm
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"long_prefill_token_threshold": 3},
-        {"num_blocks": 30},  # preemptions
-        {"max_num_batched_tokens": 7, "kv_layout": "cross_layer"},
-        {"speculative_ngram": 3},
-    ],
-    ids=["plain", "chunks", "preemptions", "small budget", "drafts"],
-)
-def test_the_same_tokens(tiny_model: Path, depths: list[int], backend: str, options: dict[str, Any]):
-    if backend == "triton":
-        pytest.importorskip("triton")
-    work = prompts(shared=24)
-    expected = run(tiny_model, work, attention_backend=backend, **options)
+CUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"long_prefill_token_threshold": 3},
+    "preemptions": {"num_blocks": 13},
+    "small budget": {"max_num_batched_tokens": 7, "kv_layout": "cross_layer"},
+    "drafts": {"speculative_ngram": 3},
+}
+
+
+def check_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, depths: list[int], cut: str, backend: str, n: int, max_tokens: int
+) -> None:
+    """The tokens with cascade attention on this backend are those of the CPU backend without, and the cut is one."""
+    work, params = prompts(24, n), replace(PARAMS, max_tokens=max_tokens)
+    expected, _ = run(model, work, params, **CUTS[cut])
     assert not any(depths), "nobody asked for it"
-    depths.clear()
-    assert run(tiny_model, work, attention_backend=backend, cascade_attention=True, **options) == expected
+    texts = [prompt + answer for prompt, answer in zip(work, expected)]
+
+    def propose(token_ids: "array[int]", most: int) -> list[int]:
+        """One right token, and wrong ones."""
+        whole = next(text for text in texts if text[: len(token_ids)] == token_ids.tolist())
+        return [token + (i > 0) for i, token in enumerate(whole[len(token_ids) :][:most])]
+
+    monkeypatch.setattr("nanopd.core.scheduler.propose", propose)
+    tokens, llm = run(model, work, params, attention_backend=backend, cascade_attention=True, **CUTS[cut])
+    assert tokens == expected
     assert max(depths) >= 5
+    stats = llm.stats()
+    assert (stats.num_preemptions > 0) == (cut == "preemptions")
+    assert (0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens) == (cut == "drafts")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depths: list[int], cut: str):
+    check_same(tiny_model, monkeypatch, depths, cut, "cpu", n=5, max_tokens=12)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_same_tokens_on_the_kernels(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depths: list[int], cut: str):
+    """The interpreter takes a second for a step: as few as will do. Without cascade: see test_triton.py."""
+    pytest.importorskip("triton")
+    check_same(tiny_model, monkeypatch, depths, cut, "triton", n=3, max_tokens=6 if cut == "preemptions" else 4)
 
 
 def test_trace_and_metric_tell_what_was_saved(tiny_model: Path, tmp_path: Path, depths: list[int]):
@@ -107,5 +130,6 @@ def test_no_token_of_the_prefix_itself_is_in_the_batch(tiny_model: Path, depths:
 
 
 def test_a_sliding_window_has_no_cascade(tiny_mistral: Path, depths: list[int]):
-    assert run(tiny_mistral, prompts(shared=24), cascade_attention=True) == run(tiny_mistral, prompts(shared=24))
+    work = prompts(shared=24)
+    assert run(tiny_mistral, work, cascade_attention=True)[0] == run(tiny_mistral, work)[0]
     assert not any(depths)
