@@ -31,7 +31,7 @@ drills: setup ## Break P, D and the router on purpose, in every way there is (mi
 
 test: setup ## Run the tests (minutes)
 	@sh .ci/system-packages $(PYTHON) tests
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 test-slow: setup ## Run only the long tests (half an hour)
 	@sh .ci/system-packages $(PYTHON) tests
