@@ -133,7 +133,6 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
         self.spec_token_ids: list[int] = []  # a draft: tokens that may come next, for the next step to verify
-        self.most_drafts = 64  # how long the next draft may be, as the last one went
         self.num_computed_tokens = 0
         self.num_external_tokens = 0  # of those, how many a connector brings or brought
         self.ask_connector = True  # False after a load failed or was given up: then computed here (rule S10)

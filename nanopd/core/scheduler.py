@@ -470,14 +470,9 @@ class Scheduler:
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.kv.update_block_hashes(request)
         if self.config.speculative_ngram and status is None:
-            if (
-                request.spec_token_ids
-            ):  # text that can be guessed comes in stretches; elsewhere a wrong draft costs a row each
-                request.most_drafts = 2 * len(token_ids) - 1  # twice as many as were right, and one
             left = request.sampling_params.max_tokens - request.num_output_tokens
             left = min(left, self.max_model_len - request.num_tokens) - 1  # if all are right there is one token more
-            left = min(left, self.config.speculative_ngram, request.most_drafts)
-            request.spec_token_ids = propose(request.token_ids, left)
+            request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
         return status
 
     def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
