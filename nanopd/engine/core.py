@@ -48,7 +48,6 @@ class EngineCore:
         kv_transfer = kv_transfer or KVTransferConfig()
         on_cpu = config.attention_backend == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
         self.device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
-        backend = choose_backend(config.attention_backend, self.device)
         self.model_path = resolve_model(config.model)
         model = load_config(self.model_path)
         known = model.max_position_embeddings
@@ -59,6 +58,7 @@ class EngineCore:
         if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
         dtype = self.dtype = getattr(torch, dtype_name)
+        backend = choose_backend(config.attention_backend, self.device, dtype)
         # Tables are as long as the longest request; one that even an empty machine could not hold needs none.
         ceiling = plan_num_blocks(config, model, dtype, self.device) * config.block_size
         self.model = load_model(self.model_path, dtype_name, self.device, min(max_model_len, ceiling))
