@@ -157,7 +157,7 @@ def main(address: str, server_pid: int, log_level: int, engine: EngineConfig, kv
         print(f"Error: {error}", file=sys.stderr)
         return 2
     try:
-        core.pack()
+        core.warm_up()
         core.add_request(Request("warm-up", [0], SamplingParams(max_tokens=2, ignore_eos=True, seed=0)))
         while core.has_unfinished_requests():
             core.step()

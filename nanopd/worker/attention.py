@@ -96,6 +96,14 @@ class CPUAttention:
     def __init__(self, compiled: bool = False) -> None:
         self._threads = ThreadPoolExecutor(torch.get_num_threads()) if compiled else None
 
+    def compile(self, kv_cache: KVCache, num_heads: int) -> None:
+        """Compiles the loop now, if the cache is so large that it can be of use."""
+        k_cache, v_cache = kv_cache.layers[0]
+        if self._threads and k_cache.shape[0] * k_cache.shape[1] >= LONG_CONTEXT:
+            query, zero = k_cache.new_zeros(1, num_heads, k_cache.shape[-1]), torch.zeros(1, dtype=torch.int64)
+            one_token = _Decodes(zero.view(1, 1).int(), zero, zero, zero + 1, self._threads)
+            one_token.attend(query, k_cache, v_cache, None, torch.empty_like(query), None)
+
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
         """Groups the requests of this step."""
         query_lens = metadata.query_start_loc.diff().long()
