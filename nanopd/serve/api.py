@@ -90,7 +90,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int = 0  # vLLM's: lower is more urgent
     session: str | None = None  # ours: the prompt is further input of this one
-    kv_transfer_params: dict[str, Any] = {}
+    kv_transfer_params: KVTransferParams = KVTransferParams()
 
 
 def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
@@ -125,7 +125,7 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
             raise ApiError(400, f"response_format is {other}; it must have {wanted}.", param="response_format")
     sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
     body = msgspec.convert(given, Body)
-    if body.kv_transfer_params.get("do_remote_decode"):
+    if body.kv_transfer_params.do_remote_decode:
         sampling.pop("min_tokens", None)  # Mooncake's proxy leaves it in when it asks a prefill node for one token
         sampling.pop("structured_outputs", None)  # and that token is thrown away
     return body, sampling
@@ -372,8 +372,8 @@ class Server:
 
     def _check_transfer(self, body: Body, request_id: str, num_prompts: int) -> KVTransferParams | None:
         """What the request says about P/D, if the server's role allows it. Without a transfer id it is the request's."""
-        params = KVTransferParams.of(body.kv_transfer_params)
-        if params is None:
+        params = body.kv_transfer_params
+        if not params.do_remote_decode and not params.do_remote_prefill:
             return None
         wish, of = ("do_remote_decode", "prefill") if params.do_remote_decode else ("do_remote_prefill", "decode")
         if self.kv_transfer.role not in (of, "both") or num_prompts > 1:
