@@ -147,9 +147,8 @@ class Request:
     @status.setter
     def status(self, new: RequestStatus) -> None:
         if new not in TRANSITIONS[self._status]:
-            raise RuntimeError(
-                f"request {self.request_id}: {self._status.name} -> {new.name} is not a legal transition"
-            )
+            change = f"{self._status.name} -> {new.name}"
+            raise RuntimeError(f"request {self.request_id}: {change} is not a legal transition")
         self._status = new
         self.metrics.history.append((time.monotonic(), new.value))
 

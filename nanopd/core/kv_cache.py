@@ -200,12 +200,9 @@ class KVCacheManager:
         for block in pool.blocks:
             assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
         free = [block.block_id for block in pool.free_queue.in_order()]
-        assert len(free) == len(set(free)) == pool.num_free_blocks, (
-            f"free queue holds a block twice, or is miscounted: {free}"
-        )
-        assert set(free) == {i for i, count in enumerate(held) if count == 0}, (
-            "the free queue is not the set of unheld blocks"
-        )
+        assert len(free) == len(set(free)) == pool.num_free_blocks, f"free queue: a block twice, or miscounted: {free}"
+        unheld = {i for i, count in enumerate(held) if count == 0}
+        assert set(free) == unheld, "the free queue is not the set of unheld blocks"
         for block_hash, block in pool.cached_block_hash_to_block.items():
             assert block.block_hash == block_hash, f"the hash table says {block_hash.hex()[:8]}, {block} does not"
         hashed = sum(block.block_hash is not None for block in pool.blocks)

@@ -24,10 +24,8 @@ class NewRequestData:
 
     @classmethod
     def of(cls, r: Request, block_ids: list[int]) -> "NewRequestData":
-        tokens, params = r.token_ids.tolist(), r.sampling_params
-        return cls(
-            r.request_id, tokens, r.num_prompt_tokens, params, r.stop_token_ids, block_ids, r.num_computed_tokens
-        )
+        tokens, about = r.token_ids.tolist(), (r.num_prompt_tokens, r.sampling_params, r.stop_token_ids)
+        return cls(r.request_id, tokens, *about, block_ids, r.num_computed_tokens)
 
 
 @dataclass(slots=True)
