@@ -191,11 +191,10 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         for name, kind in (("stop", str), ("stop_token_ids", int)):  # one, or a list, is as good as a tuple
             value = getattr(self, name)
-            values = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, (list, tuple)) else ()
-            strange = value is not None and not isinstance(value, (kind, list, tuple))
-            if strange or not all(type(v) is kind and v not in ("", -1) for v in values):
-                what = "token ids" if kind is int else "strings that are not empty"
-                raise UserError(f"{name} is {value!r}; it must be a list of {what}.")
-            object.__setattr__(self, name, values)
+            values = () if value is None else (value,) if isinstance(value, kind) else value
+            good = isinstance(values, (list, tuple)) and all(type(v) is kind and v != "" for v in values)
+            what = "token ids" if kind is int else "strings that are not empty"
+            require(good, f"{name} is {value!r}; it must be a list of {what}.")
+            object.__setattr__(self, name, tuple(values))
         limit = f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}."
         require(self.min_tokens <= self.max_tokens, limit)
