@@ -122,6 +122,7 @@ class KVCacheManager:
         table = self.tables.get(request.request_id, [])
         num_tokens = num_computed_tokens + num_new_tokens
         num_new_blocks = -(-num_tokens // self.block_size) - len(table) - len(hits)
+        new: list[KVCacheBlock] = []
         if num_new_blocks > 0 or hits:
             free_hits = sum(block.ref_cnt == 0 for block in hits)  # touching these takes them out of the free queue too
             if num_new_blocks > self.pool.num_free_blocks - free_hits:
@@ -134,8 +135,6 @@ class KVCacheManager:
                 self._num_offered[request.request_id] = len(hits)
             table.extend(new)
             self.trace(Allocated(request.request_id, [block.block_id for block in new], len(hits)))
-        else:
-            new = []
         if not delay_caching:
             self.cache_blocks(request, min(num_tokens, request.num_tokens))  # without drafts (rule K9)
         return new
