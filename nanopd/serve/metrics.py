@@ -26,7 +26,7 @@ class Metrics(Collector):
     """`scheduler` and `transfer` are the engine core's latest stats."""
 
     def __init__(self) -> None:
-        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
+        self.scheduler, self.transfer = SchedulerStats(), TransferStats()
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._ended = Counter("nanopd:requests", "Completions that have ended.", ["finish_reason"], registry=registry)
