@@ -213,7 +213,8 @@ class Consumer:
                 self._drop(address, peer)
             else:
                 # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its
-                # place, answers our Cancel; or nobody is there.
+                # place, answers our Cancel; or nobody is there. ZMQ makes one by itself, but not to a peer that has
+                # broken its protocol: so we do.
                 again = self._peers[address] = self._connect(address)
                 again.recvs, again.connected = peer.recvs, True
                 for recv in peer.recvs.values():
