@@ -188,9 +188,8 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
                     try:
                         core.add_request(request)
                     except UserError as error:
-                        news.append(
-                            EngineCoreOutput(request.request_id, [], metrics, None, "error", str(error), turn=add.turn)
-                        )
+                        why = str(error)
+                        news.append(EngineCoreOutput(add.request_id, [], metrics, None, "error", why, turn=add.turn))
                 case Abort(request_ids):
                     core.abort_requests(request_ids)
                 case AbortTurn(request_id, turn):
