@@ -12,7 +12,7 @@ from nanopd import LLM, SamplingParams
 from nanopd.serve.metrics import Metrics
 from nanopd.trace.events import Planned, Sampled
 from nanopd.trace.file import read
-from nanopd.worker import model_runner
+from nanopd.worker import attention, model_runner
 from nanopd.worker.model_runner import ModelRunner
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -70,6 +70,9 @@ def check_same(
         return [token + (i > 0) for i, token in enumerate(whole[len(token_ids) :][:most])]
 
     monkeypatch.setattr("nanopd.core.scheduler.propose", propose)
+    if backend == "compiled":
+        monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
+        backend = "cpu"
     tokens, llm = run(model, work, params, attention_backend=backend, cascade_attention=True, **CUTS[cut])
     assert tokens == expected
     assert max(depths) >= 5
@@ -78,9 +81,10 @@ def check_same(
     assert (0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens) == (cut == "drafts")
 
 
+@pytest.mark.parametrize("backend", ["cpu", "compiled"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depths: list[int], cut: str):
-    check_same(tiny_model, monkeypatch, depths, cut, "cpu", n=5, max_tokens=12)
+def test_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depths: list[int], cut: str, backend: str):
+    check_same(tiny_model, monkeypatch, depths, cut, backend, n=5, max_tokens=12)
 
 
 @pytest.mark.parametrize("cut", CUTS)
