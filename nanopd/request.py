@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanopd.config import SamplingParams
+from nanopd.config import SamplingParams, require
 
 
 class RequestStatus(enum.Enum):
@@ -52,6 +52,15 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
     **{status: frozenset() for status in FINISHED},
 }
+
+
+def check_length(num_tokens: int, before: int, max_model_len: int) -> None:
+    """S9: may a prompt, or the input of a session with `before` tokens, have so many? Raises UserError."""
+    room = max_model_len - 1 - before
+    what, after = f"The prompt has {num_tokens} tokens", f", after {before} tokens in this session" if before else ""
+    require(room > 0, f"{what}, and the session is full, with {before} of {max_model_len}. Open another one.")
+    limit = f"at most {room} tokens: max_model_len is {max_model_len}, with the output{after}"
+    require(0 < num_tokens <= room, f"{what}; it can't be empty, and have {limit}.")
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nanopd.config import UserError
 from nanopd.core.output import EngineCoreOutput
-from nanopd.request import Request, RequestStatus
+from nanopd.request import Request, RequestStatus, check_length
 from nanopd.trace.events import Dropped
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Sessions:
         while session.streaming_queue and session.request_id in self.idle:
             turn = session.streaming_queue[0]
             try:
-                self._scheduler.check_length(turn, session)
+                check_length(turn.num_tokens, session.num_tokens, self._scheduler.max_model_len)
             except UserError as error:
                 self._drop(session, turn)
                 self.refuse(turn, str(error))

@@ -24,7 +24,7 @@ from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs
 from nanopd.engine.detokenizer import Detokenizer
 from nanopd.models.tokenizer import load_tokenizer
-from nanopd.request import Request, RequestMetrics
+from nanopd.request import Request, RequestMetrics, check_length
 
 if TYPE_CHECKING:
     from nanopd.engine.core import EngineCore
@@ -100,7 +100,7 @@ class _Session:
 
     num_turns: int = 0
     idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if no turn of it runs
-    num_tokens: int = 0  # at least: of inputs, and of answers that have ended; the engine core knows better
+    num_tokens: int = 0  # at least: of answers that have ended, and their inputs; the engine core knows better
     queue: deque[_Running] = dataclasses.field(default_factory=deque)  # turns behind the one that runs
 
 
@@ -160,7 +160,7 @@ class Frontend:
         require(not priority or self._info.scheduling_policy == "priority", wanted)
         text, token_ids, cache_salt = self._tokenize(prompt, session)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        count, known, before, most = len(token_ids), None, 0, self._info.max_model_len
+        known, before = None, 0
         if session is not None:
             require(
                 isinstance(session, str) and session in self.sessions,
@@ -171,9 +171,7 @@ class Frontend:
             require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
             only_first = "A session has the cache_salt of its first input; leave it away afterwards."
             require(not known.num_turns or cache_salt is None, only_first)
-        after = f", after {before} tokens in this session" if before else ""
-        limits = f"at most {max(0, most - 1 - before)} tokens: max_model_len is {most}, with the output{after}"
-        require(0 < count < most - before, f"The prompt has {count} tokens; it can't be empty, and have {limits}.")
+        check_length(len(token_ids), before, self._info.max_model_len)
         request_id = session or request_id or self._new_id()
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
         free = (self._live | self._running.keys() | self.sessions.keys()).isdisjoint([request_id, *child_ids])
@@ -195,7 +193,7 @@ class Frontend:
             else:
                 self._running[child_id] = running
         if known:
-            known.num_turns, known.num_tokens = known.num_turns + 1, known.num_tokens + count
+            known.num_turns += 1
         else:
             self._live.add(request_id)
         return output
@@ -246,7 +244,6 @@ class Frontend:
                 self._finish(output.request_id)
             else:
                 session.queue.remove(turn)
-                session.num_tokens -= len(output.prompt_token_ids)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -298,8 +295,8 @@ class Frontend:
         running = self._running.pop(request_id)
         running.output.finished = all(completion.finish_reason is not None for completion in running.output.outputs)
         if session := self.sessions.get(request_id):
-            refused = running.completion.finish_reason == "error"  # mostly its input is too long, and was not taken up
-            session.num_tokens += len(running.completion.token_ids) - refused * len(running.output.prompt_token_ids)
+            prompt, answer = running.output.prompt_token_ids, running.completion.token_ids
+            session.num_tokens += len(prompt) + len(answer) if answer else 0  # else it may never have been taken up
             session.idle_since = time.monotonic()
             if session.queue:
                 self._running[request_id] = session.queue.popleft()

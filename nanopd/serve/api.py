@@ -160,8 +160,9 @@ class Answer:
             c = self.completions[index]
             if c.finish_reason == "error":
                 why = str(c.stop_reason)
-                bad_grammar = why.startswith("structured_outputs:")
-                raise ApiError(400, why, "bad_grammar") if bad_grammar else ApiError(503, why, "engine_error")
+                code = "bad_grammar" if why.startswith("structured_outputs:") else None
+                mistake = code or why.startswith("The prompt has")  # too many tokens, when its turn in a session came
+                raise ApiError(400, why, code) if mistake else ApiError(503, why, "engine_error")
             if c.finish_reason is None and len(c.text) == num_chars:
                 continue
             self.sent[index] = len(c.text), len(c.token_ids)

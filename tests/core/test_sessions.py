@@ -121,7 +121,7 @@ def test_what_can_not_be_taken_is_refused_and_what_came_before_stays():
     with pytest.raises(UserError, match="already in use"):
         say(scheduler, 0)
     driver.run()
-    with pytest.raises(UserError, match=r"with this input, has 20 tokens.*at most 19"):
+    with pytest.raises(UserError, match=r"has 13 tokens; .* at most 12 tokens: .*, after 7 tokens in this session"):
         say(scheduler, 1, tokens=13)
     with pytest.raises(UserError, match="empty"):
         say(scheduler, 1, tokens=0)
@@ -130,10 +130,13 @@ def test_what_can_not_be_taken_is_refused_and_what_came_before_stays():
     assert driver.reasons == {"s": "length"} and scheduler.requests["s"].num_tokens == 20
 
 
-def test_queued_input_that_has_become_too_long_is_refused_and_the_session_goes_on():
+@pytest.mark.parametrize("tokens", [8, 15, 25])
+def test_early_input_that_is_too_long_is_refused_in_its_turn_and_the_session_goes_on(tokens: int):
+    """It has become too long, or it was that when it came; nobody hears of it before the answer before it has ended."""
     driver = Driver(scheduler := make_scheduler(max_model_len=20))
     say(scheduler, 0, max_tokens=10)
-    say(scheduler, 1, tokens=8)
+    driver.step()
+    say(scheduler, 1, tokens=tokens)
     say(scheduler, 2, tokens=2)
     driver.run()
     assert driver.ends == [("s", 0, "length"), ("s", 1, "error"), ("s", 2, "length")]

@@ -122,20 +122,23 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
     again = llm.generate([[3] * 142], params(1, max_tokens=50), session=session)[0]
     assert first.outputs[0].finish_reason == again.outputs[0].finish_reason == "length"
     assert len(again.outputs[0].token_ids) == 1, "max_model_len"
-    with pytest.raises(UserError, match="at most 0 tokens"):
+    with pytest.raises(UserError, match=r"session is full, with 150 of 150. Open another one"):
         llm.generate([[3]], params(1), session=session)
 
 
-def test_input_that_has_become_too_long_is_refused_alone(tiny_model: Path):
+@pytest.mark.parametrize("known", [False, True])
+def test_early_input_that_is_too_long_is_refused_alone(tiny_model: Path, known: bool):
+    """It has become that, or (`known`) it is that when it comes: the answer that still runs is long enough."""
     llm = make(tiny_model)
     session = llm.open_session()
-    first, long, last = (
-        llm.add_request([i] * n, params(0, max_tokens=50), session=session) for i, n in ((0, 60), (1, 60), (2, 3))
-    )
+    first = llm.add_request([0] * 60, params(0, max_tokens=50), session=session)
+    for _ in range(40 * known):
+        llm.step()
+    long, last = (llm.add_request([i] * n, params(0, max_tokens=50), session=session) for i, n in ((1, 60), (2, 3)))
     while llm.has_unfinished_requests():
         llm.step()
     assert [output.outputs[0].finish_reason for output in (first, long, last)] == ["length", "error", "length"]
-    assert "170 tokens" in str(long.outputs[0].stop_reason)
+    assert "at most 39 tokens: max_model_len is 150, with the output, after 110" in str(long.outputs[0].stop_reason)
     assert llm.sessions[session].num_tokens == llm.core.scheduler.requests[session].num_tokens, (
         "what was refused is not there"
     )
@@ -167,6 +170,25 @@ def test_who_stops_an_answer_keeps_the_session(tiny_model: Path, monkeypatch: py
     with pytest.raises(UserError, match="empty"):
         llm.generate([[5], []], params(2), session=session)
     assert session in llm.sessions
+
+
+def test_what_a_front_end_counts_is_never_too_much(tiny_model: Path):
+    """Two inputs under way, and their client leaves."""
+    llm = make(tiny_model)
+    session = llm.open_session()
+    outputs = [llm.add_request([1] * 10, params(0), session=session)]
+    for _ in range(2):
+        llm.step()
+    outputs.append(llm.add_request([2] * 30, params(0), session=session))
+    llm.abort_outputs(outputs)
+    while llm.core.has_unfinished_requests():
+        llm.step()
+    in_core = llm.core.scheduler.requests[session].num_tokens
+    assert in_core == 10 + 3 and 10 < llm.sessions[session].num_tokens <= in_core
+    outputs = [llm.add_request([3] * n, params(0), session=session) for n in (1, 137, 130)]
+    while llm.core.has_unfinished_requests():
+        llm.step()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
 
 
 def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -72,6 +72,24 @@ def test_input_may_come_while_an_answer_is_written(server: Server, llm: LLM):
     delete(server, session)
 
 
+def test_input_that_is_too_long_gets_the_same_answer_early_and_late(server: Server):
+    """It is the client's mistake, and nothing hangs: 400, with how much there is room for, when its turn comes."""
+    session = open_session(server)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(say, server, session, [7] * 5, max_tokens=200)
+        while server.state()["requests"].get(session, {"num_tokens": 0})["num_tokens"] < 20:
+            time.sleep(0.005)
+        early = [pool.submit(refused, server, "/v1/completions", prompt=[8] * n, session=session) for n in (500, 310)]
+        assert first.result()["usage"]["total_tokens"] == 205
+    wanted = "at most 306 tokens: max_model_len is 512, with the output, after 205 tokens in this session."
+    for n, result in zip((500, 310), early):
+        assert result.result() == (400, f"The prompt has {n} tokens; it can't be empty, and have {wanted}")
+        assert refused(server, "/v1/completions", prompt=[8] * n, session=session) == result.result()
+    assert say(server, session, [9] * 306)["usage"]["prompt_tokens"] == 511
+    assert "the session is full" in refused(server, "/v1/completions", prompt=[8], session=session)[1]
+    delete(server, session)
+
+
 def test_what_a_session_does_not_take(server: Server):
     assert refused(server, "/v1/sessions", timeout=5)[0] == 400
     session = open_session(server)
