@@ -139,7 +139,7 @@ class Request:
         self.turn = turn
         self.streaming_queue: deque[Request] = deque()  # a session's further input, as requests with its id
         self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_input_tokens = len(self.token_ids)  # of a session, input: what came last
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
         self.spec_token_ids: list[int] = []  # a draft: tokens that may come next, for the next step to verify
         self.most_drafts = 64  # how long the next draft may be, as the last one went
@@ -177,10 +177,16 @@ class Request:
             "priority",
             "metrics",
             "stop_reason",
+            "num_input_tokens",
         ):
             setattr(self, name, getattr(turn, name))
         self.metrics.num_prompt_tokens = self.num_prompt_tokens
         self.status = RequestStatus.WAITING
+
+    def give_back(self) -> None:
+        """The last input of a session leaves it again: it was refused before there was a token of an answer (S13)."""
+        del self.token_ids[self.num_tokens - self.num_input_tokens :]
+        self.num_prompt_tokens, self.num_input_tokens = self.num_tokens, 0
 
     @property
     def num_tokens(self) -> int:

@@ -99,6 +99,7 @@ class _Session:
     """A request that stays open (rule S13)."""
 
     num_turns: int = 0
+    num_refused: int = 0  # of these: they are no part of it
     idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if no turn of it runs
     num_tokens: int = 0  # at least: of answers that have ended, and their inputs; the engine core knows better
     queue: deque[_Running] = dataclasses.field(default_factory=deque)  # turns behind the one that runs
@@ -297,6 +298,7 @@ class Frontend:
         if session := self.sessions.get(request_id):
             prompt, answer = running.output.prompt_token_ids, running.completion.token_ids
             session.num_tokens += len(prompt) + len(answer) if answer else 0  # else it may never have been taken up
+            session.num_refused += not answer and running.completion.finish_reason == "error"
             session.idle_since = time.monotonic()
             if session.queue:
                 self._running[request_id] = session.queue.popleft()
@@ -324,7 +326,7 @@ class Frontend:
     def encode(self, text: str, session: str | None = None) -> list[int]:
         """Token ids. What a model wants at the beginning of a text stands only there, not in later input of a session."""
         known = self.sessions.get(session) if isinstance(session, str) else None
-        return self.tokenizer.encode(text, add_special_tokens=not (known and known.num_turns))
+        return self.tokenizer.encode(text, add_special_tokens=not (known and known.num_turns > known.num_refused))
 
     def _check_token_ids(self, name: str, ids: Any) -> None:
         size = self._info.vocab_size

@@ -197,3 +197,34 @@ def test_each_turn_has_a_grammar_of_its_own():
     say(scheduler, 4)
     driver.run()
     assert driver.ends[-1] == ("s", 4, "length")
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("computed", [False, True])
+def test_input_that_is_refused_for_its_grammar_leaves_the_session(prefix_caching: bool, computed: bool):
+    """`computed`: its matcher fails when the first token is due: K and V of it are there. The driver sees what is read."""
+    driver = Driver(scheduler := make_scheduler(prefix_caching=prefix_caching, grammars=(grammars := FakeGrammars())))
+
+    def refused(turn: int) -> None:
+        say(scheduler, turn, tokens=9, structured_outputs={"regex": "x"})
+        if computed:
+            grammars.news["s"] = None
+            driver.step()
+        grammars.news["s"] = "no"
+        assert bool(driver.step().num_scheduled_tokens) == computed
+        assert driver.ends[-1] == ("s", turn, "error")
+
+    refused(0)
+    session = scheduler.requests["s"]
+    assert session.status is IDLE and session.num_tokens == session.num_computed_tokens == 0
+    say(scheduler, 1, tokens=6)
+    driver.run()
+    said = session.token_ids.tolist()
+    refused(2)
+    refused(3)
+    assert session.token_ids.tolist() == said and len(session.block_hashes) == prefix_caching * 2
+    kept = 0 if computed and not prefix_caching else 8
+    say(scheduler, 4, tokens=9)
+    driver.run()
+    assert session.num_tokens == 6 + 3 + 9 + 3 and driver.ends[-1] == ("s", 4, "length")
+    assert session.metrics.num_cached_tokens == kept

@@ -173,7 +173,7 @@ def test_who_stops_an_answer_keeps_the_session(tiny_model: Path, monkeypatch: py
 
 
 def test_what_a_front_end_counts_is_never_too_much(tiny_model: Path):
-    """Two inputs under way, and their client leaves."""
+    """Two inputs under way, and their client leaves. Then two that will be refused, with a third behind them."""
     llm = make(tiny_model)
     session = llm.open_session()
     outputs = [llm.add_request([1] * 10, params(0), session=session)]
@@ -185,10 +185,12 @@ def test_what_a_front_end_counts_is_never_too_much(tiny_model: Path):
         llm.step()
     in_core = llm.core.scheduler.requests[session].num_tokens
     assert in_core == 10 + 3 and 10 < llm.sessions[session].num_tokens <= in_core
-    outputs = [llm.add_request([3] * n, params(0), session=session) for n in (1, 137, 130)]
+    bad = params(0, structured_outputs={"regex": "("})
+    wishes = ([3] * 100, bad), ([3] * 137, params(0)), ([3] * (150 - 1 - in_core), params(0))
+    outputs = [llm.add_request(prompt, wish, session=session) for prompt, wish in wishes]
     while llm.core.has_unfinished_requests():
         llm.step()
-    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error", "length"]
 
 
 def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,8 +202,10 @@ def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monk
 
     monkeypatch.setattr(llm.tokenizer, "encode", with_bos)
     session = llm.open_session()
-    first, second = (llm.generate([text], params(0), session=session)[0].prompt_token_ids for text in "ab")
-    assert (first[0], second[0]) == (7, encode("b")[0])
+    bad = {"structured_outputs": {"regex": "("}}
+    wishes = ("a", bad), ("b", {}), ("c", bad), ("d", {})
+    first = [llm.generate(s, params(0, **wish), session=session)[0].prompt_token_ids[0] for s, wish in wishes]
+    assert first == [7, 7, encode("c")[0], encode("d")[0]], "what was refused is not the beginning"
     assert llm.generate(["b"], params(0))[0].prompt_token_ids[0] == 7
 
 
@@ -227,7 +231,10 @@ def test_an_answer_in_a_form(tiny_model: Path):
     for wish in wishes:
         form = {"structured_outputs": wish} if wish else {}
         texts.append(llm.generate(["ab"], params(0, **form), session=session)[0].outputs[0].text)
+    before = llm.core.scheduler.requests[session].token_ids.tolist()
     bad = llm.generate(["ab"], params(0, structured_outputs={"regex": "("}), session=session)[0].outputs[0]
     assert bad.finish_reason == "error" and "unclosed" in str(bad.stop_reason)
+    assert llm.core.scheduler.requests[session].token_ids.tolist() == before, "it is no part of what was said"
+    assert llm.sessions[session].num_tokens == len(before)
     assert llm.generate(["ab"], params(1), session=session)[0].metrics.num_cached_tokens > 15, "it goes on"
     assert set(texts[0]) <= {"a", "b"} and len(texts[0]) == 3 and texts[2] in ("yes", "no")
