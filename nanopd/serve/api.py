@@ -13,7 +13,6 @@ name rather than ignored. This file knows nothing about scheduling or tensors.
 """
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
@@ -21,6 +20,7 @@ import signal
 import sys
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
@@ -220,7 +220,7 @@ class Server:
         self.client, self.metrics = EngineClient(), Metrics()
         self.status, self.model = "starting", ""  # then "ok", and at the end "draining"
         self.num_unfinished = 0  # completions, asked for and not answered yet
-        self.in_order = asyncio.Lock()  # input of sessions, while it is tokenized
+        self.in_order = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by session: one input is tokenized at a time
         self.answers: dict[RequestOutput, Answer] = {}  # whom to wake
         self.recent_ids: deque[str] = deque(maxlen=4096)
         self.inspections: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -317,7 +317,7 @@ class Server:
             failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}.")
         except TimeoutError:
             failure = ApiError(408, f"The body did not come within {READ_TIMEOUT:.0f} seconds.")
-        except (UserError, msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
+        except (UserError, msgspec.DecodeError, RecursionError, web.RequestPayloadError, ConnectionError) as error:
             failure = ApiError(400, str(error))
         except Exception:
             logging.getLogger(__name__).exception(f"{request.path} failed; please report it with the text below")
@@ -350,7 +350,8 @@ class Server:
         answer = Answer(id, self.model, chat, body, params.logprobs)
         self.num_unfinished += count
         try:
-            async with self.in_order if body.session is not None else contextlib.nullcontext():
+            alone = asyncio.Lock()
+            async with alone if body.session is None else self.in_order.setdefault(body.session, alone):
                 tokenized = await asyncio.to_thread(self._encode, prompts, body)
                 self._check_ready()
                 for i, prompt in enumerate(tokenized):

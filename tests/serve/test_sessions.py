@@ -90,6 +90,18 @@ def test_input_that_is_too_long_gets_the_same_answer_early_and_late(server: Serv
     delete(server, session)
 
 
+def test_a_long_text_in_one_session_does_not_hold_up_another(server: Server):
+    """They are tokenized one after the other in a session, and side by side in two."""
+    slow, other = open_session(server), open_session(server)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(refused, server, "/v1/completions", prompt="lorem ipsum " * 100_000, session=slow)
+        time.sleep(0.1)
+        say(server, other, "hello")
+        assert not long.done()
+        assert long.result()[0] == 400
+    delete(server, slow), delete(server, other)
+
+
 def test_what_a_session_does_not_take(server: Server):
     assert refused(server, "/v1/sessions", timeout=5)[0] == 400
     session = open_session(server)
