@@ -542,7 +542,8 @@ class Scheduler:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
         in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.sessions.idle)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
-        more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size
+        num_early = sum(len(request.streaming_queue) for request in self.requests.values())
+        more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size, num_early
         return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *more)
 
     def check_invariants(self) -> None:

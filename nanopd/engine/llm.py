@@ -203,9 +203,8 @@ class Frontend:
         """A request that gets its input piece by piece, and keeps its KV cache in between (rule S13). Returns its id, for
         `add_request`; `abort_requests` ends it."""
         request_id = self._new_id() if request_id is None else request_id
-        good = (
-            isinstance(request_id, str) and request_id not in self._live | self._running.keys() | self.sessions.keys()
-        )
+        in_use = self._live | self._running.keys() | self.sessions.keys()
+        good = isinstance(request_id, str) and request_id not in in_use | {""}
         require(good, f"Request id {request_id!r} is already in use, or no text.")
         self.sessions[request_id] = _Session()
         return request_id
@@ -363,21 +362,23 @@ class LLM(Frontend):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = False,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         session: str | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
-        `priority`: one for each prompt, lower is more urgent. `session`: from `open_session`; the prompts are its input.
+        `priority`: one for each prompt, or one for all; lower is more urgent. `session`: from `open_session`; one prompt is
+        its input.
         Raises UserError before anything runs if one of the prompts cannot be served.
         """
         single = isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int))
         todo: Any = [prompts] if single else prompts
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(todo)
-        priorities = [0] * len(todo) if priority is None else priority
+        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(todo)
         if not len(params) == len(priorities) == len(todo):
             counts = f"{len(todo)} prompts, {len(params)} sampling params and {len(priorities)} priorities"
             raise UserError(f"There are {counts}; give one each, or one for all.")
+        require(session is None or len(todo) == 1, "Input of a session is one prompt; call again for the next.")
         outputs: list[RequestOutput] = []
         try:
             for prompt, wish, urgency in zip(todo, params, priorities):

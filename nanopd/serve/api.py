@@ -450,7 +450,8 @@ class Server:
 
     def _check_session(self, id: str) -> None:
         if id not in self.frontend.sessions:
-            raise ApiError(404, f"There is no session {id!r}; it may have ended.", "session_not_found", "session")
+            advice = "it may have ended. Open another one."
+            raise ApiError(404, f"There is no session {id[:200]!r}; {advice}", "session_not_found", "session")
 
     # ---------------------------------------------------------------- what operators ask for
 

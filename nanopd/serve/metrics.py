@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from nanopd.core.output import SchedulerStats, TransferStats
 from nanopd.engine.llm import RequestOutput
 
-_STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle")
+_STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle", "early")
 _COUNTS = (
     "num_preemptions",
     "prefix_cache_queries",

@@ -3,6 +3,7 @@
 import pytest
 
 from nanopd.config import SamplingParams, UserError
+from nanopd.core.debug import describe
 from nanopd.core.scheduler import Scheduler
 from nanopd.request import Request, RequestStatus
 from tests.core.drive import Driver, FakeGrammars, make_request, make_scheduler
@@ -138,7 +139,9 @@ def test_early_input_that_is_too_long_is_refused_in_its_turn_and_the_session_goe
     driver.step()
     say(scheduler, 1, tokens=tokens)
     say(scheduler, 2, tokens=2)
+    assert scheduler.stats().num_early == 2 and describe(scheduler)["streaming_queue"] == ["s", "s"]
     driver.run()
+    assert scheduler.stats().num_early == 0
     assert driver.ends == [("s", 0, "length"), ("s", 1, "error"), ("s", 2, "length")]
     assert scheduler.requests["s"].num_tokens == 4 + 10 + 2 + 3 and scheduler.requests["s"].status is IDLE
 

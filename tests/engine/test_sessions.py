@@ -101,9 +101,9 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
         llm.open_session("talk")
     with pytest.raises(UserError, match="in use"):
         llm.add_request([1], params(0), "talk")
-    for wrong in (5, ["talk"], None):
+    for wrong in (5, ["talk"], "", None):
         with pytest.raises(UserError):
-            llm.open_session(wrong) if wrong else llm.add_request([1], params(0), session=["talk"])  # type: ignore[arg-type]
+            llm.open_session(wrong) if wrong is not None else llm.add_request([1], params(0), session=["talk"])  # type: ignore[arg-type]
     several = llm.add_request([1], params(0, n=2), "several")
     with pytest.raises(UserError, match="in use"):
         llm.open_session("several#0")
@@ -160,16 +160,16 @@ def test_who_stops_an_answer_keeps_the_session(tiny_model: Path, monkeypatch: py
 
     monkeypatch.setattr(llm.core, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3], [4]], params(0, max_tokens=50), session=session)
+        llm.generate([1, 2, 3], params(0, max_tokens=50), session=session)
     monkeypatch.undo()
     after = llm.generate([[9]], params(1), session=session)[0]
     talk = llm.core.scheduler.requests[session].token_ids.tolist()
     said = talk.index(9, 8)
-    assert said == 9, "5 tokens of the answer, and one with which it ended; the second input is gone"
+    assert said == 9, "5 tokens of the answer, and one with which it ended"
     assert after.outputs[0].token_ids == llm.generate([talk[: said + 1]], params(1))[0].outputs[0].token_ids
-    with pytest.raises(UserError, match="empty"):
-        llm.generate([[5], []], params(2), session=session)
-    assert session in llm.sessions
+    with pytest.raises(UserError, match="one prompt"):
+        llm.generate([[5], [5] * 500], params(2), session=session)
+    assert session in llm.sessions and llm.core.scheduler.requests[session].num_tokens == len(talk), "nothing has run"
 
 
 def test_what_a_front_end_counts_is_never_too_much(tiny_model: Path):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanopd import LLM, SamplingParams
+from nanopd import LLM, SamplingParams, UserError
+from nanopd.serve.config import ServeConfig
 from tests.serve.conftest import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -53,6 +54,7 @@ def test_a_conversation(server: Server, llm: LLM):
     state = server.state()
     assert state["idle"] == ["talk"] and state["requests"]["talk"]["status"] == "waiting for input"
     assert "nanopd:num_requests_idle 1.0" in server.request("/metrics")[1]
+    assert "nanopd:num_requests_early 0.0" in server.request("/metrics")[1] and state["streaming_queue"] == []
     assert delete(server, session) == (200, {"id": "talk", "object": "session", "deleted": True})
     assert delete(server, session)[0] == 404
     assert server.state()["requests"] == {}
@@ -112,7 +114,8 @@ def test_what_a_session_does_not_take(server: Server):
         ({"prompt": "", "echo": True}, 400, "echo"),
         ({"session": "nobody"}, 404, "no session 'nobody'"),
         ({"session": 5}, 400, "session"),
-        ({"session": ""}, 404, "no session ''"),
+        ({"session": ""}, 404, "no session ''; it may have ended. Open another one."),
+        ({"session": "x" * 10_000}, 404, f"no session '{'x' * 200}'; it may"),
     ):
         body = {"prompt": "a", "session": session} | options
         answered, message = refused(server, "/v1/completions", **body)
@@ -161,6 +164,8 @@ def test_input_is_taken_up_in_the_order_in_which_it_came(server: Server, llm: LL
 
 
 def test_sessions_end_by_time_and_are_bounded_in_number(tiny_model: Path):
+    with pytest.raises(UserError, match="session_timeout"):
+        ServeConfig(session_timeout=0.0)
     options = ("--num-blocks", "60", "--session-timeout", "0.5", "--max-num-seqs", "2", "--max-waiting", "1")
     with Server(tiny_model, *options) as server:
         sessions = [open_session(server) for _ in range(3)]
