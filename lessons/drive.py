@@ -240,9 +240,8 @@ class Node:
         from nanopd.connector.protocol import KVTransferParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        request = Request(
-            request_id, list(prompt), sampling, kv_transfer_params=KVTransferParams.of(dict(params or {}))
-        )
+        transfer = KVTransferParams(**params) if params else None
+        request = Request(request_id, list(prompt), sampling, kv_transfer_params=transfer)
         self.core.add_request(request)
         self.tokens[request_id] = []
         return request

@@ -41,7 +41,7 @@ class Run:
     at: dict[str, float] = field(default_factory=dict)  # its arrival
     tokens: dict[str, list[int]] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
-    stats: SchedulerStats = field(default_factory=lambda: SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0))
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
     steps: int = 0
     most_waiting: int = 0  # the longest queue after a step
     end: float = 0.0

@@ -58,10 +58,8 @@ def run_file(
         source = stdin().buffer if str(input) == "-" else stack.enter_context(input.open("rb"))
         total, done = None, set[str]()
         if output is not None and output.is_file() and output.stat().st_size:
-            if input.exists() and output.samefile(input):
-                raise UserError("--input and --output are the same file.")
-            if not resume:
-                raise UserError(f"--output {output} exists; add --resume to go on with it, or choose another name.")
+            require(not input.exists() or not output.samefile(input), "--input and --output are the same file.")
+            require(resume, f"--output {output} exists; add --resume to go on with it, or choose another name.")
             done = _drop_unfinished(output.resolve())
         if source.seekable():
             total = sum(1 for line in source if line.strip()) - len(done)

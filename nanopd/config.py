@@ -32,11 +32,14 @@ def require(holds: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
-def opt(default: Any, help: str, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
-    """A field that is also a command-line option, with the values it may have: a range, ends included, or a choice.
+def opt(default: Any, help: str, low: float | None = None, high: float | None = None, choices: Any = ()) -> Any:
+    """A field that is also a command-line option, with the values it may have: from `low` to `high`, or one of `choices`,
+    which its help names.
 
     Where the ends are whole numbers, so must the value be. None is allowed where it is the default.
     """
+    if choices:
+        help = f"{help} One of: {', '.join(choices)}."
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
@@ -46,19 +49,17 @@ def check(config: Any) -> None:
         value, low, high, choices = getattr(config, f.name), *(f.metadata[name] for name in ("low", "high", "choices"))
         if value is None and f.default is None:
             continue
-        allowed = None
         if isinstance(f.default, bool):
-            allowed = None if isinstance(value, bool) else "true or false"
-        elif choices is not None:
-            allowed = None if value in choices else "one of " + ", ".join(choices)
+            fits, allowed = isinstance(value, bool), "true or false"
+        elif choices:
+            fits, allowed = value in choices, f"one of {', '.join(choices)}"
         elif low is not None:
             whole = isinstance(low, int)
-            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and value >= low
-            if not fits or (high is not None and value > high):
-                allowed = f"a {'whole ' if whole else ''}number " + (
-                    f"from {low} to {high}" if high else f"of at least {low}"
-                )
-        require(allowed is None, f"{f.name} is {value!r}; it must be {allowed}.")
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            fits, allowed = number and low <= value <= high, f"a {'whole ' if whole else ''}number from {low} to {high}"
+        else:
+            continue
+        require(fits, f"{f.name} is {value!r}; it must be {allowed}.")
 
 
 def parse_bytes(text: str) -> int:
@@ -89,23 +90,17 @@ class EngineConfig:
     max_model_len: int | None = opt(None, "Most tokens of prompt + output; without it what the model knows.", 2, _MANY)
     max_num_seqs: int = opt(64, "Most requests that run at the same time.", 1, 65536)
     max_num_batched_tokens: int = opt(2048, "Token budget of one step.", 1, 2**20)
-    long_prefill_token_threshold: int = opt(
-        0, "Longest prefill chunk, in tokens; 0: only the budget limits it.", 0, _MANY
-    )
-    scheduling_policy: str = opt(
-        "fcfs", "Who goes first: fcfs, or priority (of each request).", choices=("fcfs", "priority")
-    )
+    long_prefill_token_threshold: int = opt(0, "Longest prefill chunk in tokens; 0: only the budget counts.", 0, _MANY)
+    scheduling_policy: str = opt("fcfs", "Who goes first, by arrival or by priority.", choices=("fcfs", "priority"))
     priority_seconds: float = opt(10.0, "How many seconds of waiting one level of priority is worth.", 0.0, 1e9)
     speculative_ngram: int = opt(0, "Most draft tokens a step, looked up in a request's own text; 0: none.", 0, 64)
     enable_prefix_caching: bool = opt(True, "Reuse the blocks of equal prefixes.")
     kv_layout: str | None = opt(
-        None, "kv_first, blocks_first or cross_layer; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS
+        None, "Order in memory; without it cross_layer for P/D, else kv_first.", choices=LAYOUTS
     )
-    attention_backend: str = opt("auto", "auto, cpu or triton.", choices=("auto", "cpu", "triton"))
+    attention_backend: str = opt("auto", "auto: triton on a GPU, else cpu.", choices=("auto", "cpu", "triton"))
     cascade_attention: bool = opt(False, "Attend to a prefix that all requests share once for all, where it pays.")
-    seed: int = opt(
-        0, "Seed of the requests that bring none: the same seed gives the same answers.", -_INT64, _INT64 - 1
-    )
+    seed: int = opt(0, "Seed of requests that bring none: same seed, same answers.", -_INT64, _INT64 - 1)
     kv_load_failure_policy: str = opt("recompute", "After a failed KV load (S10).", choices=("recompute", "fail"))
     trace: str | None = opt(None, "File to write a trace to: every decision, and all token ids; see nanopd trace.")
     check_invariants: bool = opt(False, "Check the block pool after every step (rule K10); slow.")
@@ -120,17 +115,13 @@ class EngineConfig:
 class KVTransferConfig:
     """How KV blocks travel between a prefill engine (P) and a decode engine (D). Times are seconds."""
 
-    role: str | None = opt(
-        None, "prefill, decode or both; without it a single node.", choices=("prefill", "decode", "both")
-    )
+    role: str | None = opt(None, "Its part in P/D; without it a single node.", choices=("prefill", "decode", "both"))
     kv_host: str = opt("127.0.0.1", "Address of this node that its peers can reach, for messages and for KV blocks.")
     kv_port: int = opt(8998, "Port of the side channel on which a D asks this P for blocks; 0: any.", 0, 65535)
-    kv_protocol: str = opt("tcp", "What Mooncake moves blocks over: tcp or rdma.", choices=("tcp", "rdma"))
+    kv_protocol: str = opt("tcp", "What Mooncake moves blocks over.", choices=("tcp", "rdma"))
     kv_device: str = opt("", "RDMA devices, comma-separated; empty: Mooncake chooses.")
-    kv_push: str = opt(
-        "whole", "Send a prompt's blocks when all are computed, or per_chunk.", choices=("whole", "per_chunk")
-    )
-    kv_send_order: str = opt("fifo", "Which send goes first: fifo or shortest.", choices=("fifo", "shortest"))
+    kv_push: str = opt("whole", "Send a prompt's blocks at once, or chunk by chunk.", choices=("whole", "per_chunk"))
+    kv_send_order: str = opt("fifo", "Which send goes first.", choices=("fifo", "shortest"))
     kv_hold_timeout: float = opt(120.0, "How long P keeps the blocks of a prompt that no D has fetched.", 0.1, 1e6)
     kv_load_timeout: float = opt(60.0, "How long D waits for blocks before it computes them itself.", 0.1, 1e6)
 
@@ -179,9 +170,7 @@ class SamplingParams:
     top_p: float = opt(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", 1e-6, 1.0)
     top_k: int = opt(0, "Keep only the k most probable tokens; 0 or -1: all.", -1, _MANY)
     min_p: float = opt(0.0, "Drop tokens less probable than this share of the best one's probability.", 0.0, 1.0)
-    seed: int | None = opt(
-        None, "Same seed, same tokens (up to rounding), whatever else is in the batch.", -_INT64, _INT64 - 1
-    )
+    seed: int | None = opt(None, "Same seed, same tokens (up to rounding), whatever else runs.", -_INT64, _INT64 - 1)
     max_tokens: int = opt(16, "Most tokens to generate.", 1, _MANY)
     min_tokens: int = opt(0, "No end of sequence and no stop before this many tokens.", 0, _MANY)
     stop: tuple[str, ...] = opt((), "Stop before this text appears (may be given several times).")
@@ -193,8 +182,7 @@ class SamplingParams:
     logprobs: int | None = opt(None, "Return the log-probabilities of this many best tokens (with --json).", 0, 100)
     skip_special_tokens: bool = opt(True, "Leave special tokens out of the text.")
     structured_outputs: StructuredOutputsParams | None = opt(
-        None,
-        'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXTS]} or {"json_object": true}.',
+        None, 'The form it must have: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXTS]} or {"json_object": true}.'
     )
 
     def __post_init__(self) -> None:
@@ -203,11 +191,10 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         for name, kind in (("stop", str), ("stop_token_ids", int)):  # one, or a list, is as good as a tuple
             value = getattr(self, name)
-            values = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, (list, tuple)) else ()
-            strange = value is not None and not isinstance(value, (kind, list, tuple))
-            if strange or not all(type(v) is kind and v not in ("", -1) for v in values):
-                what = "token ids" if kind is int else "strings that are not empty"
-                raise UserError(f"{name} is {value!r}; it must be a list of {what}.")
-            object.__setattr__(self, name, values)
+            values = () if value is None else (value,) if isinstance(value, kind) else value
+            good = isinstance(values, (list, tuple)) and all(type(v) is kind and v != "" for v in values)
+            what = "token ids" if kind is int else "strings that are not empty"
+            require(good, f"{name} is {value!r}; it must be a list of {what}.")
+            object.__setattr__(self, name, tuple(values))
         limit = f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}."
         require(self.min_tokens <= self.max_tokens, limit)

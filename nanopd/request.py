@@ -77,9 +77,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0  # that were verified; `num_accepted_tokens` of them were right
     num_accepted_tokens: int = 0
     history: list[tuple[float, str]] = field(default_factory=list)  # when it came into which status
-    transfer: dict[str, int | float] | None = (
-        None  # what it took to bring its KV blocks here, see connector/protocol.py
-    )
+    transfer: dict[str, int | float] | None = None  # what it took to bring its KV blocks here: see protocol.Done
 
     def as_dict(self, num_output_tokens: int) -> dict[str, Any]:
         """What users read: seconds of queueing, to the first token, between tokens; the counts; when it came
@@ -142,7 +140,6 @@ class Request:
         self.num_prompt_tokens = self.num_input_tokens = len(self.token_ids)  # of a session, input: what came last
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
         self.spec_token_ids: list[int] = []  # a draft: tokens that may come next, for the next step to verify
-        self.most_drafts = 64  # how long the next draft may be, as the last one went
         self.num_computed_tokens = 0
         self.num_external_tokens = 0  # of those, how many a connector brings or brought
         self.ask_connector = True  # False after a load failed or was given up: then computed here (rule S10)
@@ -158,9 +155,8 @@ class Request:
     @status.setter
     def status(self, new: RequestStatus) -> None:
         if new not in TRANSITIONS[self._status]:
-            raise RuntimeError(
-                f"request {self.request_id}: {self._status.name} -> {new.name} is not a legal transition"
-            )
+            change = f"{self._status.name} -> {new.name}"
+            raise RuntimeError(f"request {self.request_id}: {change} is not a legal transition")
         self._status = new
         self.metrics.history.append((time.monotonic(), new.value))
 
@@ -169,16 +165,8 @@ class Request:
         turn = self.streaming_queue.popleft()
         self.token_ids.extend(turn.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        for name in (
-            "turn",
-            "sampling_params",
-            "eos_token_ids",
-            "stop_token_ids",
-            "priority",
-            "metrics",
-            "stop_reason",
-            "num_input_tokens",
-        ):
+        taken_over = "turn", "sampling_params", "eos_token_ids", "stop_token_ids", "priority", "metrics", "stop_reason"
+        for name in (*taken_over, "num_input_tokens"):
             setattr(self, name, getattr(turn, name))
         self.metrics.num_prompt_tokens = self.num_prompt_tokens
         self.status = RequestStatus.WAITING

@@ -165,8 +165,9 @@ def guess(text: str, most: int = 4) -> str:
 
 
 assert guess("the cat sat on the mat. Then the cat") == " sat"
-assert guess("la la la ", 6) == "la la ", "a copy that reaches the end goes on with itself"
+assert guess("la la la la ", 6) == "la la ", "a copy that reaches the end goes on with itself"
 assert guess("something new") == ""
+assert [guess(f"abcdefgh, {'abcdefgh'[:alike]}") for alike in range(6)] == ["", "", "", "d", "ef", "fgh"], "less two"
 
 # %% [markdown]
 # Every position is sampled as if the draft before it were true, and samples hold up to the first that differs (Leviathan,

@@ -70,7 +70,7 @@ def scheduler_half(role, block_size=4):
 
 def asked(prompt, name="long", raw=TO_D, **params):
     request = drive.request(name, prompt, **params)
-    request.kv_transfer_params = KVTransferParams.of(raw)
+    request.kv_transfer_params = msgspec.convert(raw, KVTransferParams)
     return request
 
 

@@ -34,10 +34,10 @@ class DecodeSide(Consumer):
         """
         raise NotImplementedError("_fail")
 
-    def _give_up(self, peer: Peer, transfer_id: str, recv: Recv, reason: str) -> None:
-        """D stops waiting for a load that is ASKED, but P may still write: counted as a failure, state RECLAIMING,
-        reported
-        as `given_up`. P is told with a Cancel; it stays among `peer.recvs` until P has answered."""
+    def _give_up(self, peer: Peer, recv: Recv, reason: str) -> None:
+        """D waits for a load no longer, but P may still write. If it is ASKED: counted as a failure, state RECLAIMING,
+        reported as `given_up`. P is told with a Cancel, in any case: an earlier one may be lost, or its answer. The load
+        stays among `peer.recvs` until P has answered."""
         raise NotImplementedError("_give_up")
 
     def cancel(self, request_id: str, address: Address, transfer_id: str, asked: bool) -> None:
@@ -55,9 +55,9 @@ class DecodeSide(Consumer):
         None when there are no more); look at deadlines; `_watch`. Iterate over a copy: `_watch` may change
         `self._peers`.
 
-        A load whose deadline (time.monotonic()) is over gets a new one, `self._load_timeout` from now. If it is ASKED
-        it is given up; else a Cancel or its answer may be lost: say Cancel again. If a load was overdue, the peer is
-        still the one at this address, and was never connected (`peer.connected`): `self._drop(address, peer)`.
+        A load whose deadline (time.monotonic()) is over gets a new one, `self._load_timeout` from now, and is given up
+        (again, if it is RECLAIMING). If a load was overdue, the peer is still the one at this address, and was never
+        connected (`peer.connected`): `self._drop(address, peer)`.
 
         At last: loads in `self._lost`, whose P is gone since `recv.gone_at`, fail when GRACE seconds are over.
         Returns `self._output` and starts a new one.

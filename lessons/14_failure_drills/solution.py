@@ -39,14 +39,15 @@ class DecodeSide(Consumer):
         recv.to(RecvState.FAILED, reason)
         self._output.failed_recving.add(recv.request_id)
 
-    def _give_up(self, peer: Peer, transfer_id: str, recv: Recv, reason: str) -> None:
-        """D stops waiting for a load that is ASKED, but P may still write: counted as a failure, state RECLAIMING,
-        reported
-        as `given_up`. P is told with a Cancel; it stays among `peer.recvs` until P has answered."""
-        self._count_failure(recv, reason)
-        recv.to(RecvState.RECLAIMING, reason)
-        self._output.given_up.add(recv.request_id)
-        self._send(peer, Cancel(VERSION, transfer_id))
+    def _give_up(self, peer: Peer, recv: Recv, reason: str) -> None:
+        """D waits for a load no longer, but P may still write. If it is ASKED: counted as a failure, state RECLAIMING,
+        reported as `given_up`. P is told with a Cancel, in any case: an earlier one may be lost, or its answer. The load
+        stays among `peer.recvs` until P has answered."""
+        if recv.state is RecvState.ASKED:
+            self._count_failure(recv, reason)
+            recv.to(RecvState.RECLAIMING, reason)
+            self._output.given_up.add(recv.request_id)
+        self._send(peer, Cancel(VERSION, recv.transfer_id))
 
     def cancel(self, request_id: str, address: Address, transfer_id: str, asked: bool) -> None:
         """The request has ended here, or needs nothing from P.
@@ -68,9 +69,9 @@ class DecodeSide(Consumer):
         None when there are no more); look at deadlines; `_watch`. Iterate over a copy: `_watch` may change
         `self._peers`.
 
-        A load whose deadline (time.monotonic()) is over gets a new one, `self._load_timeout` from now. If it is ASKED
-        it is given up; else a Cancel or its answer may be lost: say Cancel again. If a load was overdue, the peer is
-        still the one at this address, and was never connected (`peer.connected`): `self._drop(address, peer)`.
+        A load whose deadline (time.monotonic()) is over gets a new one, `self._load_timeout` from now, and is given up
+        (again, if it is RECLAIMING). If a load was overdue, the peer is still the one at this address, and was never
+        connected (`peer.connected`): `self._drop(address, peer)`.
 
         At last: loads in `self._lost`, whose P is gone since `recv.gone_at`, fail when GRACE seconds are over.
         Returns `self._output` and starts a new one.
@@ -79,13 +80,10 @@ class DecodeSide(Consumer):
         for address, peer in list(self._peers.items()):
             while (message := self._receive(peer)) is not None:
                 self._on_message(peer, message)
-            overdue = [(transfer_id, recv) for transfer_id, recv in peer.recvs.items() if now > recv.deadline]
-            for transfer_id, recv in overdue:
+            overdue = [recv for recv in peer.recvs.values() if now > recv.deadline]
+            for recv in overdue:
                 recv.deadline = now + self._load_timeout
-                if recv.state is RecvState.ASKED:
-                    self._give_up(peer, transfer_id, recv, "too late")
-                else:
-                    self._send(peer, Cancel(VERSION, transfer_id))
+                self._give_up(peer, recv, "too late")
             self._watch(address, peer)
             if overdue and not peer.connected and self._peers.get(address) is peer:
                 self._drop(address, peer)

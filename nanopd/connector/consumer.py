@@ -113,14 +113,12 @@ class Consumer:
         for address, peer in list(self._peers.items()):
             while (message := self._receive(peer)) is not None:
                 self._on_message(peer, message)
-            overdue = [(transfer_id, recv) for transfer_id, recv in peer.recvs.items() if now > recv.deadline]
-            for transfer_id, recv in overdue:
+            overdue = [recv for recv in peer.recvs.values() if now > recv.deadline]
+            for recv in overdue:
                 recv.deadline = now + self._load_timeout
-                if recv.state is RecvState.ASKED:
-                    self._give_up(peer, transfer_id, recv, f"none in {self._load_timeout} s")
-                else:  # our Cancel may be lost, or the answer to it; to say it twice does no harm
+                if recv.state is RecvState.RECLAIMING:
                     logger.warning(f"{recv.request_id}: its blocks stay out of use: {recv.peer} may still write")
-                    self._send(peer, Cancel(VERSION, transfer_id))
+                self._give_up(peer, recv, f"none in {self._load_timeout} s")
             self._watch(address, peer)
             if overdue and not peer.connected and self._peers.get(address) is peer:
                 self._drop(address, peer)  # a name that cannot be found, for one
@@ -192,12 +190,14 @@ class Consumer:
         recv.to(RecvState.FAILED, reason)
         self._output.failed_recving.add(recv.request_id)
 
-    def _give_up(self, peer: Peer, transfer_id: str, recv: Recv, reason: str) -> None:
-        """Nobody waits any more; the scheduler computes the prompt in other blocks, unless the request has ended."""
-        self._count_failure(recv, reason)
-        recv.to(RecvState.RECLAIMING, reason)
-        self._output.given_up.add(recv.request_id)
-        self._send(peer, Cancel(VERSION, transfer_id))
+    def _give_up(self, peer: Peer, recv: Recv, reason: str) -> None:
+        """Nobody waits any more; the scheduler computes the prompt in other blocks, unless the request has ended. P is told,
+        and told again: our Cancel may be lost, or the answer to it, and to say it twice does no harm."""
+        if recv.state is RecvState.ASKED:
+            self._count_failure(recv, reason)
+            recv.to(RecvState.RECLAIMING, reason)
+            self._output.given_up.add(recv.request_id)
+        self._send(peer, Cancel(VERSION, recv.transfer_id))
 
     def _count_failure(self, recv: Recv, reason: str) -> None:
         self._stats.receive_failures += 1
@@ -213,21 +213,18 @@ class Consumer:
                 self._drop(address, peer)
             else:
                 # Lost: P may have died, or may live and write on. Over a new connection P, or whoever has come in its
-                # place, answers our Cancel; or nobody is there.
+                # place, answers our Cancel; or nobody is there. ZMQ makes one by itself, but not to a peer that has
+                # broken its protocol: so we do.
                 again = self._peers[address] = self._connect(address)
                 again.recvs, again.connected = peer.recvs, True
-                for transfer_id, recv in peer.recvs.items():
-                    if recv.state is RecvState.ASKED:
-                        self._give_up(again, transfer_id, recv, "the connection is lost")
-                    else:
-                        self._send(again, Cancel(VERSION, transfer_id))
+                for recv in peer.recvs.values():
+                    self._give_up(again, recv, "the connection is lost")
                 _close(peer)
 
     def _drop(self, address: Address, peer: Peer) -> None:
         """Nobody is there. Whoever waits for it computes itself; the blocks are safe once GRACE is over."""
-        for transfer_id, recv in peer.recvs.items():
-            if recv.state is RecvState.ASKED:
-                self._give_up(peer, transfer_id, recv, "nobody is there")
+        for recv in peer.recvs.values():
+            self._give_up(peer, recv, "nobody is there")
             recv.gone_at = time.monotonic()
             self._lost.append(recv)
         _close(peer)

@@ -13,11 +13,11 @@ what D's cache looks like, so a P with another model or layout refuses before a 
 """
 
 import enum
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from nanopd.config import UserError
+from nanopd.config import require
 
 VERSION = 1
 MAX_FRAME = 2**20  # bytes of one message: the ids of 100,000 blocks
@@ -69,7 +69,8 @@ RECV_TRANSITIONS: dict[RecvState, frozenset[RecvState]] = {
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params` of an HTTP request. The router sets them; other fields (vLLM's) are ignored."""
+    """`kv_transfer_params` of an HTTP request. The router sets them; other fields (vLLM's) are ignored. Raises UserError for
+    what goes not together."""
 
     do_remote_decode: bool = False  # this engine is P: compute the prompt and keep its blocks for a D
     do_remote_prefill: bool = False  # this engine is D: fetch the prompt's blocks from the P named below
@@ -77,18 +78,11 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     remote_port: int | None = None
     transfer_id: Id = ""  # the same on both sides; the server fills in X-Request-Id where it is missing
 
-    @classmethod
-    def of(cls, raw: dict[str, Any] | None) -> "KVTransferParams | None":
-        """None if there is nothing to do. Raises UserError for values of the wrong kind."""
-        try:
-            params = msgspec.convert(raw or {}, cls)
-        except msgspec.ValidationError as error:
-            raise UserError(f"kv_transfer_params: {error}.") from None
-        if params.do_remote_prefill and (not params.remote_host or not 0 < (params.remote_port or 0) < 65536):
-            raise UserError("kv_transfer_params with do_remote_prefill needs remote_host and remote_port.")
-        if params.do_remote_prefill and params.do_remote_decode:
-            raise UserError("kv_transfer_params can have do_remote_prefill or do_remote_decode, not both.")
-        return params if params.do_remote_prefill or params.do_remote_decode else None
+    def __post_init__(self) -> None:
+        where = self.remote_host and 0 < (self.remote_port or 0) < 65536
+        require(bool(where) or not self.do_remote_prefill, "do_remote_prefill needs remote_host and remote_port")
+        both = self.do_remote_prefill and self.do_remote_decode
+        require(not both, "there can be do_remote_prefill or do_remote_decode, not both")
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -76,10 +76,9 @@ class MooncakeTransport:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise UserError(
-                f"Mooncake's Transfer Engine cannot be loaded ({error}). Install mooncake-transfer-engine, or "
-                "mooncake-transfer-engine-non-cuda on a machine without CUDA, and Debian's libibverbs1."
-            ) from error
+            wheel = "mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda on a machine without CUDA"
+            what = f"Mooncake's Transfer Engine cannot be loaded ({error})"
+            raise UserError(f"{what}. Install {wheel}, and Debian's libibverbs1.") from error
         self._engine: Any = TransferEngine()
         if self._engine.initialize(config.kv_host, "P2PHANDSHAKE", config.kv_protocol, config.kv_device):
             raise UserError(f"Mooncake cannot start on {config.kv_host} with {config.kv_protocol}; check --kv-host.")

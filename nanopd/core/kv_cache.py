@@ -122,6 +122,7 @@ class KVCacheManager:
         table = self.tables.get(request.request_id, [])
         num_tokens = num_computed_tokens + num_new_tokens
         num_new_blocks = -(-num_tokens // self.block_size) - len(table) - len(hits)
+        new: list[KVCacheBlock] = []
         if num_new_blocks > 0 or hits:
             free_hits = sum(block.ref_cnt == 0 for block in hits)  # touching these takes them out of the free queue too
             if num_new_blocks > self.pool.num_free_blocks - free_hits:
@@ -134,8 +135,6 @@ class KVCacheManager:
                 self._num_offered[request.request_id] = len(hits)
             table.extend(new)
             self.trace(Allocated(request.request_id, [block.block_id for block in new], len(hits)))
-        else:
-            new = []
         if not delay_caching:
             self.cache_blocks(request, min(num_tokens, request.num_tokens))  # without drafts (rule K9)
         return new
@@ -200,12 +199,9 @@ class KVCacheManager:
         for block in pool.blocks:
             assert block.ref_cnt == held[block.block_id], f"{block}: {held[block.block_id]} tables hold it"
         free = [block.block_id for block in pool.free_queue.in_order()]
-        assert len(free) == len(set(free)) == pool.num_free_blocks, (
-            f"free queue holds a block twice, or is miscounted: {free}"
-        )
-        assert set(free) == {i for i, count in enumerate(held) if count == 0}, (
-            "the free queue is not the set of unheld blocks"
-        )
+        assert len(free) == len(set(free)) == pool.num_free_blocks, f"free queue: a block twice, or miscounted: {free}"
+        unheld = {i for i, count in enumerate(held) if count == 0}
+        assert set(free) == unheld, "the free queue is not the set of unheld blocks"
         for block_hash, block in pool.cached_block_hash_to_block.items():
             assert block.block_hash == block_hash, f"the hash table says {block_hash.hex()[:8]}, {block} does not"
         hashed = sum(block.block_hash is not None for block in pool.blocks)

@@ -24,10 +24,8 @@ class NewRequestData:
 
     @classmethod
     def of(cls, r: Request, block_ids: list[int]) -> "NewRequestData":
-        tokens, params = r.token_ids.tolist(), r.sampling_params
-        return cls(
-            r.request_id, tokens, r.num_prompt_tokens, params, r.stop_token_ids, block_ids, r.num_computed_tokens
-        )
+        tokens, about = r.token_ids.tolist(), (r.num_prompt_tokens, r.sampling_params, r.stop_token_ids)
+        return cls(r.request_id, tokens, *about, block_ids, r.num_computed_tokens)
 
 
 @dataclass(slots=True)
@@ -113,17 +111,17 @@ class EngineCoreOutput:
 class SchedulerStats:
     """One look at the scheduler, for progress bars and metrics. Those from `num_preemptions` on only grow."""
 
-    num_running: int
-    num_waiting: int  # among them those that load
-    num_loading: int  # WAITING_FOR_REMOTE_KVS
-    num_compiling: int  # WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, and their grammar is not ready
-    num_reclaiming: int  # ended or given up, with blocks that a peer may still touch
-    num_idle: int  # sessions: WAITING_FOR_STREAMING_REQ
-    kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int  # tokens looked up in the prefix cache
-    prefix_cache_hits: int  # tokens found there
-    num_scheduled_tokens: int
+    num_running: int = 0
+    num_waiting: int = 0  # among them those that load
+    num_loading: int = 0  # WAITING_FOR_REMOTE_KVS
+    num_compiling: int = 0  # WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, and their grammar is not ready
+    num_reclaiming: int = 0  # ended or given up, with blocks that a peer may still touch
+    num_idle: int = 0  # sessions: WAITING_FOR_STREAMING_REQ
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_cache_hits: int = 0  # tokens found there
+    num_scheduled_tokens: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     cascade_saved_tokens: int = 0  # K and V that each layer did not read again, since it read a prefix once for all

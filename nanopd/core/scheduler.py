@@ -250,9 +250,8 @@ class Scheduler:
             if new_blocks is None:
                 continue
             block_ids = [block.block_id for block in new_blocks]
-            output.scheduled_cached_reqs.append(
-                CachedRequestData(request.request_id, block_ids, request.num_computed_tokens)
-            )
+            delta = CachedRequestData(request.request_id, block_ids, request.num_computed_tokens)
+            output.scheduled_cached_reqs.append(delta)
             output.num_scheduled_tokens[request.request_id] = num_new
             output.total_num_scheduled_tokens += num_new
 
@@ -426,10 +425,9 @@ class Scheduler:
                 metrics.num_accepted_tokens += num_accepted
                 self._num_drafts += len(drafts)
                 self._num_accepted += num_accepted
-            token_ids, logprobs = sampled[request_id], output.logprobs.get(request_id)
-            item = EngineCoreOutput(
-                request_id, token_ids, metrics, logprobs and logprobs[: len(token_ids)], turn=request.turn
-            )
+            token_ids = sampled[request_id]
+            logprobs = output.logprobs.get(request_id, [])[: len(token_ids)] or None
+            item = EngineCoreOutput(request_id, token_ids, metrics, logprobs, turn=request.turn)
             if status is not None:
                 stopped[request_id] = request
                 item.finish_reason, item.stop_reason = status.value, request.stop_reason
@@ -462,14 +460,9 @@ class Scheduler:
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.kv.update_block_hashes(request)
         if self.config.speculative_ngram and status is None:
-            if (
-                request.spec_token_ids
-            ):  # text that can be guessed comes in stretches; elsewhere a wrong draft costs a row each
-                request.most_drafts = 2 * len(token_ids) - 1  # twice as many as were right, and one
             left = request.sampling_params.max_tokens - request.num_output_tokens
             left = min(left, self.max_model_len - request.num_tokens) - 1  # if all are right there is one token more
-            left = min(left, self.config.speculative_ngram, request.most_drafts)
-            request.spec_token_ids = propose(request.token_ids, left)
+            request.spec_token_ids = propose(request.token_ids, min(left, self.config.speculative_ngram))
         return status
 
     def _update_from_connector(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
@@ -498,9 +491,8 @@ class Scheduler:
         """Ends one request with an error that its client sees."""
         request, status = self.requests[request_id], RequestStatus.FINISHED_ERROR
         if request.turn is not None:
-            if (
-                RequestStatus.WAITING_FOR_STREAMING_REQ in TRANSITIONS[request.status]
-            ):  # else it fails again when it runs
+            # A session that cannot become idle now fails again when it runs.
+            if RequestStatus.WAITING_FOR_STREAMING_REQ in TRANSITIONS[request.status]:
                 self.sessions.refuse(request, why)
                 self.sessions.end_turn(request)
             return []

@@ -22,7 +22,7 @@ from nanopd.models.decoder import pack
 from nanopd.models.loader import load_config, load_model, resolve_model
 from nanopd.request import Request
 from nanopd.trace.file import FileTracer, Header
-from nanopd.worker.attention import choose_backend
+from nanopd.worker.attention import CPUAttention, choose_backend
 from nanopd.worker.kv_memory import KVCache, plan_num_blocks, profile_peak_memory, strides
 from nanopd.worker.model_runner import ModelRunner
 
@@ -48,7 +48,6 @@ class EngineCore:
         kv_transfer = kv_transfer or KVTransferConfig()
         on_cpu = config.attention_backend == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
         self.device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
-        backend = choose_backend(config.attention_backend, self.device)
         self.model_path = resolve_model(config.model)
         model = load_config(self.model_path)
         known = model.max_position_embeddings
@@ -59,6 +58,7 @@ class EngineCore:
         if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
         dtype = self.dtype = getattr(torch, dtype_name)
+        backend = choose_backend(config.attention_backend, self.device, dtype)
         # Tables are as long as the longest request; one that even an empty machine could not hold needs none.
         ceiling = plan_num_blocks(config, model, dtype, self.device) * config.block_size
         self.model = load_model(self.model_path, dtype_name, self.device, min(max_model_len, ceiling))
@@ -98,8 +98,7 @@ class EngineCore:
     def pack(self) -> None:
         """Lays the weights out anew where products are faster with that (see `decoder.pack`): on an x86 CPU, in float32.
 
-        It takes seconds, so `step` does it when it has seen `PACK_AFTER` steps. Call it before if you know that many will
-        come, and while nothing runs.
+        It takes seconds, so `step` does it when it has seen `PACK_AFTER` steps.
         """
         self._steps_until_pack = 0
         if (
@@ -109,6 +108,13 @@ class EngineCore:
         ):
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 list(pool.map(pack, reversed([*self.model.modules()])))  # the head, which is largest, first
+
+    def warm_up(self) -> None:
+        """Does now, in seconds, what `step` would do when it sees that it pays: packs the weights, and compiles the loop for
+        decodes with much to read. For servers, and before something is measured."""
+        self.pack()
+        if isinstance(self.runner.backend, CPUAttention):
+            self.runner.backend.compile(self.runner.kv_cache, self.model.config.num_heads)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises UserError if it can never be served."""

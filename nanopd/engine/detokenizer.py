@@ -35,23 +35,24 @@ class Detokenizer:
         for token_id in token_ids:
             self._ids.append(token_id)
             self._num_output += 1
-            shown = self._decode(self._ids[self._prefix : self._read])
-            longer = self._decode(self._ids[self._prefix :])
             # A character is at most 4 bytes: whatever is still incomplete after more tokens than that never will be one.
-            settled = not longer.endswith("�") or len(self._ids) - self._read > 4
-            if longer == shown:  # a token without text, such as a special one: nothing is pending
-                self._read = len(self._ids)
-            elif len(longer) > len(shown) and settled:
-                self._full += longer[len(shown) :]
-                self._prefix, self._read = self._read, len(self._ids)
-        if finished and self._read < len(self._ids):
-            shown = self._decode(self._ids[self._prefix : self._read])
-            self._full += self._decode(self._ids[self._prefix :])[len(shown) :]
-            self._read = len(self._ids)
+            self._take_text(settled=len(self._ids) - self._read > 4)
+        if finished:
+            self._take_text(settled=True)
         stop = self._find_stop(searched) if self._num_output >= self._params.min_tokens else None
         held = 0 if finished or stop else self._num_held_back()
         self.text = self._full[: len(self._full) - held]
         return stop
+
+    def _take_text(self, settled: bool) -> None:
+        """Text of ids[read:], if there is any, and if it is `settled` or ends with a whole character."""
+        shown = self._decode(self._ids[self._prefix : self._read])
+        longer = self._decode(self._ids[self._prefix :])
+        if longer == shown:  # a token without text, such as a special one: nothing is pending
+            self._read = len(self._ids)
+        elif len(longer) > len(shown) and (settled or not longer.endswith("�")):
+            self._full += longer[len(shown) :]
+            self._prefix, self._read = self._read, len(self._ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._params.skip_special_tokens)

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +90,6 @@ class _Running:
     output: RequestOutput
     completion: CompletionOutput
     detokenizer: Detokenizer
-    turn: int | None  # of a session
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,9 +98,10 @@ class _Session:
 
     num_turns: int = 0
     num_refused: int = 0  # of these: they are no part of it
-    idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if no turn of it runs
+    # Those that have not ended, in order, and their numbers: the first runs, or it waits like any request.
+    turns: dict[RequestOutput, int] = dataclasses.field(default_factory=dict)
+    idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if there are none
     num_tokens: int = 0  # at least: of answers that have ended, and their inputs; the engine core knows better
-    queue: deque[_Running] = dataclasses.field(default_factory=deque)  # turns behind the one that runs
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +134,8 @@ class Frontend:
         self._core, self._info, self._seed = core, info, seed
         self.tokenizer = load_tokenizer(Path(info.model_path))
         self.eos_token_ids = info.eos_token_ids or self.tokenizer.eos_token_ids
-        self._running: dict[str, _Running] = {}  # by id in the engine core: each of n completions has its own
+        # By id in the engine core (each of n completions has its own), and turn of a session.
+        self._running: dict[tuple[str, int | None], _Running] = {}
         self._live: set[str] = set()  # ids of the outputs that are not finished
         self.sessions: dict[str, _Session] = {}  # those that are open
         self._ids = itertools.count()
@@ -159,24 +159,19 @@ class Frontend:
         require(in_range, f"priority is {priority!r}; it must be a whole number from -1000 to 1000.")
         wanted = "A request has a priority, and the engine has none; start it with --scheduling-policy priority."
         require(not priority or self._info.scheduling_policy == "priority", wanted)
+        known = None if session is None else self._find_session(session)
         text, token_ids, cache_salt = self._tokenize(prompt, session)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        known, before = None, 0
-        if session is not None:
-            require(
-                isinstance(session, str) and session in self.sessions,
-                f"There is no session {session!r}; it may have ended. Open another one.",
-            )
-            known, before = self.sessions[session], self.sessions[session].num_tokens
+        if known:
             alone = params.n == 1 and not params.stop and kv_transfer_params is None and request_id is None
             require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
             only_first = "A session has the cache_salt of its first input; leave it away afterwards."
             require(not known.num_turns or cache_salt is None, only_first)
-        check_length(len(token_ids), before, self._info.max_model_len)
+        check_length(len(token_ids), known.num_tokens if known else 0, self._info.max_model_len)
         request_id = session or request_id or self._new_id()
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
-        free = (self._live | self._running.keys() | self.sessions.keys()).isdisjoint([request_id, *child_ids])
-        require(free or known is not None, f"Request id {request_id!r} is already in use.")
+        in_use = known is None and any(map(self._is_in_use, [request_id, *child_ids]))
+        require(not in_use, f"Request id {request_id!r} is already in use.")
         turn, seed = known.num_turns if known else None, params.seed
         if seed is None:  # from the engine's seed and the id, so that a batch that is resumed goes on as it would have
             name = f"{self._seed}/{request_id}" + (f"/{turn}" if known else "")
@@ -188,12 +183,10 @@ class Frontend:
             request = Request(child_id, token_ids, own, self.eos_token_ids, cache_salt, transfer, priority, turn)
             self._core.add_request(request)
             output.outputs.append(CompletionOutput(i, logprobs=None if params.logprobs is None else []))
-            running = _Running(output, output.outputs[i], Detokenizer(self.tokenizer, token_ids, own), turn)
-            if known and child_id in self._running:
-                known.queue.append(running)
-            else:
-                self._running[child_id] = running
+            detokenizer = Detokenizer(self.tokenizer, token_ids, own)
+            self._running[child_id, turn] = _Running(output, output.outputs[i], detokenizer)
         if known:
+            known.turns[output] = known.num_turns
             known.num_turns += 1
         else:
             self._live.add(request_id)
@@ -203,8 +196,7 @@ class Frontend:
         """A request that gets its input piece by piece, and keeps its KV cache in between (rule S13). Returns its id, for
         `add_request`; `abort_requests` ends it."""
         request_id = self._new_id() if request_id is None else request_id
-        in_use = self._live | self._running.keys() | self.sessions.keys()
-        good = isinstance(request_id, str) and request_id not in in_use | {""}
+        good = isinstance(request_id, str) and request_id != "" and not self._is_in_use(request_id)
         require(good, f"Request id {request_id!r} is already in use, or no text.")
         self.sessions[request_id] = _Session()
         return request_id
@@ -212,22 +204,32 @@ class Frontend:
     def end_idle_sessions(self, timeout: float) -> None:
         """Ends the sessions that have waited longer than that, in seconds, for their next input."""
         before = time.monotonic() - timeout
-        idle = [i for i, session in self.sessions.items() if i not in self._running and session.idle_since < before]
+        idle = [i for i, session in self.sessions.items() if not session.turns and session.idle_since < before]
         self.abort_requests(idle)
 
+    def _find_session(self, session: str) -> _Session:
+        known = self.sessions.get(session) if isinstance(session, str) else None
+        if known is None:
+            raise UserError(f"There is no session {session!r}; it may have ended. Open another one.")
+        return known
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return request_id in self._live or request_id in self.sessions or (request_id, None) in self._running
+
     def _new_id(self) -> str:
-        return next(i for i in map(str, self._ids) if i not in self._live and i not in self.sessions)
+        return next(i for i in map(str, self._ids) if not self._is_in_use(i))
 
     def abort_requests(self, request_ids: Iterable[str], reason: str = "abort", why: str | None = None) -> None:
         """Ends requests and sessions. Their outputs keep what they have, with this finish reason and stop reason."""
         wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        sessions = {i: self.sessions.pop(i) for i in wanted & self.sessions.keys()}
-        ended = {i: running for i, running in self._running.items() if running.output.request_id in wanted}
-        self._core.abort_requests(ended.keys() | sessions.keys())
-        for turn in (*ended.values(), *(turn for session in sessions.values() for turn in session.queue)):
-            turn.completion.finish_reason, turn.completion.stop_reason, turn.output.finished = reason, why, True
-        for request_id in ended:
-            self._finish(request_id)
+        sessions = wanted & self.sessions.keys()
+        for session in sessions:
+            del self.sessions[session]
+        ended = {key: running for key, running in self._running.items() if running.output.request_id in wanted}
+        self._core.abort_requests(sessions | {request_id for request_id, _ in ended})
+        for key, running in ended.items():
+            running.completion.finish_reason, running.completion.stop_reason = reason, why
+            self._finish(*key)
 
     def abort_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Ends what nobody waits for any more. Of a session only these turns: it stays, with what was said so far."""
@@ -236,14 +238,10 @@ class Frontend:
             if session is None:
                 self.abort_requests([output.request_id])
                 continue
-            current = self._running[output.request_id]
-            turn = next(turn for turn in (current, *session.queue) if turn.output is output)
-            self._core.abort_turn(output.request_id, turn.turn or 0)
-            turn.completion.finish_reason, output.finished = "abort", True
-            if turn is current:
-                self._finish(output.request_id)
-            else:
-                session.queue.remove(turn)
+            turn = session.turns[output]
+            self._core.abort_turn(output.request_id, turn)
+            output.outputs[0].finish_reason = "abort"
+            self._finish(output.request_id, turn)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running)
@@ -256,13 +254,13 @@ class Frontend:
         changed: dict[RequestOutput, None] = {}
         stopped: list[str] = []  # by their text: the engine core cannot know
         for item in news:
-            running = self._running.get(item.request_id)
-            if running is None or running.turn != item.turn:
+            running = self._running.get((item.request_id, item.turn))
+            if running is None:
                 continue
             self._take_in(running, item)
             changed[running.output] = None
             if running.completion.finish_reason is not None:
-                self._finish(item.request_id)
+                self._finish(item.request_id, item.turn)
                 if item.finish_reason is None:
                     stopped.append(item.request_id)
         self._core.abort_requests(stopped)
@@ -290,17 +288,16 @@ class Frontend:
         if stop is not None:
             completion.finish_reason, completion.stop_reason = "stop", stop
 
-    def _finish(self, request_id: str) -> None:
-        """A completion has ended. In a session the next one begins."""
-        running = self._running.pop(request_id)
+    def _finish(self, request_id: str, turn: int | None) -> None:
+        """A completion has ended."""
+        running = self._running.pop((request_id, turn))
         running.output.finished = all(completion.finish_reason is not None for completion in running.output.outputs)
         if session := self.sessions.get(request_id):
             prompt, answer = running.output.prompt_token_ids, running.completion.token_ids
             session.num_tokens += len(prompt) + len(answer) if answer else 0  # else it may never have been taken up
             session.num_refused += not answer and running.completion.finish_reason == "error"
             session.idle_since = time.monotonic()
-            if session.queue:
-                self._running[request_id] = session.queue.popleft()
+            del session.turns[running.output]
         elif running.output.finished:
             self._live.discard(running.output.request_id)
 
@@ -324,7 +321,7 @@ class Frontend:
 
     def encode(self, text: str, session: str | None = None) -> list[int]:
         """Token ids. What a model wants at the beginning of a text stands only there, not in later input of a session."""
-        known = self.sessions.get(session) if isinstance(session, str) else None
+        known = None if session is None else self._find_session(session)
         return self.tokenizer.encode(text, add_special_tokens=not (known and known.num_turns > known.num_refused))
 
     def _check_token_ids(self, name: str, ids: Any) -> None:

@@ -157,7 +157,7 @@ def main(address: str, server_pid: int, log_level: int, engine: EngineConfig, kv
         print(f"Error: {error}", file=sys.stderr)
         return 2
     try:
-        core.pack()
+        core.warm_up()
         core.add_request(Request("warm-up", [0], SamplingParams(max_tokens=2, ignore_eos=True, seed=0)))
         while core.has_unfinished_requests():
             core.step()
@@ -188,9 +188,8 @@ def run(core: "EngineCore", socket: "zmq.Socket[bytes]", server_pid: int) -> Non
                     try:
                         core.add_request(request)
                     except UserError as error:
-                        news.append(
-                            EngineCoreOutput(request.request_id, [], metrics, None, "error", str(error), turn=add.turn)
-                        )
+                        why = str(error)
+                        news.append(EngineCoreOutput(add.request_id, [], metrics, None, "error", why, turn=add.turn))
                 case Abort(request_ids):
                     core.abort_requests(request_ids)
                 case AbortTurn(request_id, turn):

@@ -90,7 +90,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int = 0  # vLLM's: lower is more urgent
     session: str | None = None  # ours: the prompt is further input of this one
-    kv_transfer_params: dict[str, Any] = {}
+    kv_transfer_params: KVTransferParams = KVTransferParams()
 
 
 def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
@@ -125,7 +125,7 @@ def parse(raw: bytes, chat: bool) -> tuple[Body, dict[str, Any]]:
             raise ApiError(400, f"response_format is {other}; it must have {wanted}.", param="response_format")
     sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
     body = msgspec.convert(given, Body)
-    if body.kv_transfer_params.get("do_remote_decode"):
+    if body.kv_transfer_params.do_remote_decode:
         sampling.pop("min_tokens", None)  # Mooncake's proxy leaves it in when it asks a prefill node for one token
         sampling.pop("structured_outputs", None)  # and that token is thrown away
     return body, sampling
@@ -298,7 +298,8 @@ class Server:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives a request its id, asks for the key, and puts what goes wrong into OpenAI's form."""
+        """Gives a request its id, asks for the key, refuses it while the server is not ready, and puts what goes wrong into
+        OpenAI's form."""
         id = request["id"] = request.headers.get("X-Request-Id") or str(uuid.uuid4())
         key, sent = f"Bearer {self.config.api_key}", request.headers.get("Authorization", "")
         try:
@@ -308,6 +309,8 @@ class Server:
             guarded = self.config.api_key is not None and request.path != "/health"
             if guarded and not hmac.compare_digest(sent.encode(errors="replace"), key.encode()):
                 raise ApiError(401, "Send the API key: Authorization: Bearer KEY.", "invalid_api_key")
+            if request.path not in ("/health", "/metrics"):
+                self._check_ready()
             if self.status == "ok":
                 self.frontend.end_idle_sessions(self.config.session_timeout)
             return await handler(request)
@@ -329,7 +332,6 @@ class Server:
 
     async def complete(self, http: web.Request) -> web.StreamResponse:
         """Both kinds of completions."""
-        self._check_ready()
         chat = http.path == _CHAT
         body, sampling = parse(await asyncio.wait_for(http.read(), READ_TIMEOUT), chat)
         if body.model not in (None, self.model):
@@ -374,8 +376,8 @@ class Server:
 
     def _check_transfer(self, body: Body, request_id: str, num_prompts: int) -> KVTransferParams | None:
         """What the request says about P/D, if the server's role allows it. Without a transfer id it is the request's."""
-        params = KVTransferParams.of(body.kv_transfer_params)
-        if params is None:
+        params = body.kv_transfer_params
+        if not params.do_remote_decode and not params.do_remote_prefill:
             return None
         wish, of = ("do_remote_decode", "prefill") if params.do_remote_decode else ("do_remote_prefill", "decode")
         if self.kv_transfer.role not in (of, "both") or num_prompts > 1:
@@ -431,7 +433,6 @@ class Server:
 
     async def open(self, http: web.Request) -> web.Response:
         """A request that gets its input piece by piece, from completions with its id as `session` (rule S13)."""
-        self._check_ready()
         if (await asyncio.wait_for(http.read(), READ_TIMEOUT)).strip() not in (b"", b"{}"):
             raise ApiError(400, "A session has no options; leave the body empty.")
         most = self.engine.max_num_seqs + self.config.max_waiting
@@ -442,7 +443,6 @@ class Server:
 
     async def close(self, http: web.Request) -> web.Response:
         """Ends a session, and what is still answered in it."""
-        self._check_ready()
         self._check_session(id := http.match_info["id"])
         self.frontend.abort_requests([id], why="The session has been ended.")
         self._wake(output for output in self.answers if output.request_id == id)
@@ -457,7 +457,6 @@ class Server:
 
     async def models(self, http: web.Request) -> web.Response:
         """The one model there is."""
-        self._check_ready()
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "nanopd"}
         return web.json_response({"object": "list", "data": [card | {"max_model_len": self.info.max_model_len}]})
 
@@ -476,7 +475,6 @@ class Server:
 
     async def state(self, http: web.Request) -> web.Response:
         """What the scheduler holds, as the engine core itself sees it."""
-        self._check_ready()
         self.inspections.append(answer := asyncio.get_running_loop().create_future())
         self.client.send(Inspect())
         return web.json_response(await asyncio.shield(answer))

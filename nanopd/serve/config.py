@@ -37,8 +37,8 @@ class RouterConfig(_HttpConfig):
 
     prefill: tuple[str, ...] = opt((), "URL of a prefill node (may be given several times).")
     decode: tuple[str, ...] = opt((), "URL of a decode node (may be given several times); at least one.")
-    policy: str = opt("prefix_aware", f"How to choose a node: {', '.join(_POLICIES)}.", choices=_POLICIES)
-    order: str = opt("together", "Ask P and D together, or prefill_first.", choices=("together", "prefill_first"))
+    policy: str = opt("prefix_aware", "How to choose a node.", choices=_POLICIES)
+    order: str = opt("together", "Ask P and D together, or P first.", choices=("together", "prefill_first"))
     health_interval: float = opt(1.0, "Between two looks at a node's /health.", 0.01, 1e6)
     shutdown_timeout: float = opt(10.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
 

@@ -15,14 +15,8 @@ from nanopd.core.output import SchedulerStats, TransferStats
 from nanopd.engine.llm import RequestOutput
 
 _STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle", "early")
-_COUNTS = (
-    "num_preemptions",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-    "cascade_saved_tokens",
-)
+_COUNTS = ["num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "cascade_saved_tokens"]
+_COUNTS += ["spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
 _TIMES = {"time_to_first_token": "time_to_first_token", "inter_token_latency": "inter_token_latency"}
 _TIMES |= {"e2e_request_latency": "e2e_latency"}  # by name: what RequestMetrics calls it
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -32,7 +26,7 @@ class Metrics(Collector):
     """`scheduler` and `transfer` are the engine core's latest stats."""
 
     def __init__(self) -> None:
-        self.scheduler, self.transfer = SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), TransferStats()
+        self.scheduler, self.transfer = SchedulerStats(), TransferStats()
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._ended = Counter("nanopd:requests", "Completions that have ended.", ["finish_reason"], registry=registry)

@@ -143,18 +143,7 @@ class Transfer(RequestEvent):
     about: str = ""  # the peer, how much, or what went wrong
 
 
-AnyEvent = (
-    Arrived
-    | Dropped
-    | Moved
-    | Allocated
-    | Refused
-    | Cached
-    | Uncached
-    | Freed
-    | Quarantined
-    | Skipped
-    | Planned
-    | Sampled
-)
-AnyEvent |= Stepped | Transfer
+Quiet = Refused | Skipped | Planned | Sampled | Stepped
+"""The same ones again, and nothing else, change nothing."""
+
+AnyEvent = Arrived | Dropped | Moved | Allocated | Cached | Uncached | Freed | Quarantined | Transfer | Quiet

@@ -33,11 +33,10 @@ def _texts(header: Header, lines: Sequence[Line]) -> dict[int, str]:
     prompts = (line.event.token_ids for line in lines if isinstance(line.event, Arrived))
     drafts = (line.event.drafts.values() for line in lines if isinstance(line.event, Planned))
     sampled = (line.event.token_ids.values() for line in lines if isinstance(line.event, Sampled))
+    token_ids = set(itertools.chain(*prompts, *itertools.chain(*sampled, *drafts)))
     try:
         tokenizer = load_tokenizer(Path(header.model))
-        return {
-            t: tokenizer.decode([t], False) for t in set(itertools.chain(*prompts, *itertools.chain(*sampled, *drafts)))
-        }
+        return {t: tokenizer.decode([t], False) for t in token_ids}
     except Exception:  # whatever has become of that directory: the page shows ids then
         return {}
 

@@ -18,9 +18,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from nanopd.config import EngineConfig, UserError
-from nanopd.trace.events import AnyEvent, Event, Planned, Refused, Sampled, Skipped, Stepped, Transfer
+from nanopd.trace.events import AnyEvent, Event, Quiet, Stepped, Transfer
 
-_QUIET = {Refused, Skipped, Planned, Sampled, Stepped}  # the same ones again change nothing
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class FileTracer:
         not counted: an engine that waits for a transfer takes thousands of them."""
         lines = [self._pending.popleft() for _ in range(len(self._pending))]
         happened: list[Any] = [event for _, event in lines]
-        if happened != self._last or not {type(event) for event in happened} <= _QUIET:
+        if happened != self._last or not all(isinstance(event, Quiet) for event in happened):
             encode, step = msgspec.json.encode, self.step
             self._file.write(b"".join(encode(Line(at, step, event)) + b"\n" for (at, _), event in zip(lines, happened)))
             self.step += ended

@@ -76,9 +76,8 @@ def frame(header: Header, step: int, lines: Sequence[Line], state: State, last: 
     grid = Text("blocks     ")
     for b in pool.blocks[:400]:
         style = f"black on {holders[b.block_id]}" if b.ref_cnt else "dim"
-        grid.append(
-            f"{b.block_id:3}{f'×{b.ref_cnt}' if b.ref_cnt > 1 else '  '}", style + " underline" * bool(b.block_hash)
-        )
+        count = f"×{b.ref_cnt}" if b.ref_cnt > 1 else "  "
+        grid.append(f"{b.block_id:3}{count}", style + " underline" * bool(b.block_hash))
     free = " → ".join(str(block.block_id) for block in pool.free_queue.in_order()[:60])
     table = "  ".join(f"{h.hex()[:6]}→{b.block_id}" for h, b in [*pool.cached_block_hash_to_block.items()][:60])
     title = f"step {step} of {last}    budget: {used} of {budget} tokens    ← → step, g G ends, p preemption, q quit"

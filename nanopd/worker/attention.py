@@ -15,6 +15,7 @@ to what is its own request's. The two outputs are weighed by the sums of their s
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -76,31 +77,59 @@ GROUP_TOKENS = 2048
 """Tokens of context that the CPU backend copies at once: 3 MB of K and V in the default model, so they stay in cache."""
 
 
+FEW_TOKENS, LONG_CONTEXT = 8, 1024
+"""A request with at most so many new tokens counts as a decode; decodes that see so many tokens or more, all together, go
+through the compiled loop, if there is one."""
+
+
 class CPUAttention:
     """The plain backend: copy K and V out of their blocks, and call torch's attention on the copy.
 
     It goes through the requests a few at a time, those with as many new tokens and of similar length together, so few
     that the copy is still in the processor's cache when attention reads it: each byte comes from memory once. The
     shorter ones of a group are padded with zeros that a mask hides.
+
+    For a chunk of a prompt the copy is little beside the products; for decodes it is most of the work. So with `compiled`
+    those that have much to read go through their blocks without it, in a loop that Numba compiles.
     """
+
+    def __init__(self, compiled: bool = False) -> None:
+        self._threads = ThreadPoolExecutor(torch.get_num_threads()) if compiled else None
+
+    def compile(self, kv_cache: KVCache, num_heads: int) -> None:
+        """Compiles the loop now, if the cache is so large that it can be of use."""
+        k_cache, v_cache = kv_cache.layers[0]
+        if self._threads and k_cache.shape[0] * k_cache.shape[1] >= LONG_CONTEXT:
+            query, zero = k_cache.new_zeros(1, num_heads, k_cache.shape[-1]), torch.zeros(1, dtype=torch.int64)
+            one_token = _Decodes(zero.view(1, 1).int(), zero, zero, zero + 1, self._threads)
+            one_token.attend(query, k_cache, v_cache, None, torch.empty_like(query), None)
 
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
         """Groups the requests of this step."""
-        request = torch.repeat_interleave(metadata.query_start_loc.diff().long())  # [T]: whose token is it
+        query_lens = metadata.query_start_loc.diff().long()
+        request = torch.repeat_interleave(query_lens)  # [T]: whose token is it
         blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
         metadata.slot_mapping[:] = blocks * block_size + rest
         self._slots = blocks, rest
         own, prefix = split_common_prefix(metadata, block_size)
         self._prefix = prefix and _Group(prefix, block_size, [0], causal=False)
+        self._groups: list[_Group | _Decodes] = []
+        tokens = (query_lens[request] <= FEW_TOKENS).nonzero().squeeze(1)
+        seen = positions[tokens] + 1 - metadata.num_common_prefix_blocks * block_size
+        compiled = self._threads if seen.sum() >= LONG_CONTEXT else None
+        if compiled:
+            self._groups.append(_Decodes(own.block_table, tokens, request[tokens], seen, compiled))
         groups: list[list[int]] = []  # indices of requests
         query_len = 0
         lengths = own.query_lens_list, own.seq_lens_list
         for length, seq_len, i in sorted(zip(*lengths, range(len(lengths[0])))):
+            if compiled and length <= FEW_TOKENS:
+                continue
             if length != query_len or (len(groups[-1]) + 1) * seq_len > GROUP_TOKENS:
                 groups.append([])
                 query_len = length
             groups[-1].append(i)
-        self._groups = [_Group(own, block_size, rows) for rows in groups]
+        self._groups += [_Group(own, block_size, rows) for rows in groups]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -169,6 +198,31 @@ class _Group:
         return self._masks[window]
 
 
+class _Decodes:
+    """Tokens of requests with few new ones: each goes through its request's blocks by itself, and sees the first `seen`."""
+
+    def __init__(
+        self, block_table: Tensor, tokens: Tensor, request: Tensor, seen: Tensor, threads: ThreadPoolExecutor
+    ) -> None:
+        from nanopd.kernels.cpu_paged_attention import paged_decode  # Numba takes half a second to import
+
+        by_length, n = seen.argsort(), torch.get_num_threads()
+        order = torch.cat([by_length[i::n] for i in range(n)])  # each thread gets some of all lengths
+        self._tokens, self._seen = tokens[order], seen[order]
+        self._table = block_table[request[order]]
+        self._threads, self._paged_decode = threads, paged_decode
+
+    def attend(
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """As _Group's."""
+        caches = k_cache, v_cache, self._table, self._seen
+        out, sums = self._paged_decode(query[self._tokens], *caches, window, self._threads)
+        output[self._tokens] = out
+        if lse is not None:
+            lse[self._tokens] = sums
+
+
 def split_common_prefix(
     metadata: AttentionMetadata, block_size: int
 ) -> tuple[AttentionMetadata, AttentionMetadata | None]:
@@ -219,14 +273,14 @@ class TritonAttention:
         return self._merge(*merged, torch.empty_like(query))
 
 
-def choose_backend(name: str, device: str) -> AttentionBackend:
+def choose_backend(name: str, device: str, dtype: torch.dtype) -> AttentionBackend:
     """T4: the backend, chosen once at start: Triton on a GPU, the plain one elsewhere, or what was asked for.
 
     Triton without a GPU means its interpreter (slow: to learn and to test). It decides between the two when it is
     imported, so this raises UserError if somebody imported it before for compiling.
     """
     if name == "cpu" or (name == "auto" and device == "cpu"):
-        return CPUAttention()
+        return CPUAttention(compiled=dtype != torch.float16)  # Numba does not know it
     if device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
             raise UserError(

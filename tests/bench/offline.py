@@ -60,7 +60,7 @@ def measure(llm: LLM, work: Work, concurrency: int | None = None, profile: bool 
     ttft: from a request's arrival to its first token; itl: every pause between two tokens of a request. `profile` adds the
     milliseconds that an average step spends in each part of the engine (see split.py), and makes it a little slower.
     """
-    llm.core.pack()
+    llm.core.warm_up()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2))  # warm up
     todo, running, results = deque(work), set[str](), []
     last: dict[str, float] = {}  # when a request had its last token

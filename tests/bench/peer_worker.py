@@ -34,7 +34,7 @@ def _nanopd(options: dict[str, Any]) -> tuple[str, Engine]:
         max_model_len=options["max_model_len"],
         kv_cache_memory=f"{KV_GIB}GiB",
     )
-    llm.core.pack()
+    llm.core.warm_up()
 
     def generate(prompts: Tokens, lengths: list[int]) -> Tokens:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]

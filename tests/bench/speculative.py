@@ -47,7 +47,7 @@ KINDS = {
 
 def measure(llm: LLM, rounds: int, output_len: int) -> Iterator[dict[str, Any]]:
     """Each kind of work at batch 1 and 8, greedy; free text also at temperature 1. Medians over the rounds."""
-    llm.core.pack()
+    llm.core.warm_up()
     scheduler = llm.core.scheduler
     with_drafts, without = scheduler.config, dataclasses.replace(scheduler.config, speculative_ngram=0)
     for kind, temperature in (("repeat", 0.0), ("edit", 0.0), ("free", 0.0), ("free", 1.0)):

@@ -110,7 +110,7 @@ def decode_steps(
     are not computed, only scheduled: what K and V hold does not change how long a step takes.
     """
     core = llm.core
-    core.pack()
+    core.warm_up()
     core.runner.kv_cache.memory.fill_(0.5)  # or all of it would be one page of zeros, which fits into any cache
     num_slots = len(core.scheduler.kv.pool.blocks) * llm.config.block_size
     rng, vocab_size = random.Random(llm.config.seed), core.model.config.vocab_size

@@ -19,17 +19,7 @@ from hypothesis import strategies as st
 
 from nanopd.config import KVTransferConfig, SamplingParams, UserError
 from nanopd.connector.producer import Producer, Stage
-from nanopd.connector.protocol import (
-    BAD_MESSAGE,
-    VERSION,
-    Cancel,
-    Done,
-    Failed,
-    KVTransferParams,
-    Layout,
-    Pull,
-    transfer_of,
-)
+from nanopd.connector.protocol import BAD_MESSAGE, VERSION, Cancel, Done, Failed, Layout, Pull, transfer_of
 from nanopd.core.output import TransferStats
 from nanopd.serve.api import Answer, ApiError, parse
 from tests.connector.pair import Node, alone, run
@@ -167,7 +157,6 @@ def is_asked(raw: bytes) -> None:
         try:
             body, sampling = parse(raw, chat)
             SamplingParams(**({"max_tokens": 100} if chat else {}) | sampling)
-            KVTransferParams.of(body.kv_transfer_params)
             Answer("id", "model", chat, body, None)
         except ApiError as error:
             if error.status >= 500:

@@ -10,7 +10,7 @@ from nanopd import LLM, SamplingParams
 from nanopd.serve.metrics import Metrics
 from nanopd.trace.events import Planned, Sampled
 from nanopd.trace.file import read
-from nanopd.worker import model_runner
+from nanopd.worker import attention, model_runner
 from nanopd.worker.model_runner import ModelRunner
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -44,7 +44,7 @@ def run(model: Path, work: list[list[int]], **options: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(work, PARAMS)]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "compiled", "triton"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,9 +56,14 @@ def run(model: Path, work: list[list[int]], **options: Any) -> list[list[int]]:
     ],
     ids=["plain", "chunks", "preemptions", "small budget", "drafts"],
 )
-def test_the_same_tokens(tiny_model: Path, depths: list[int], backend: str, options: dict[str, Any]):
+def test_the_same_tokens(
+    tiny_model: Path, depths: list[int], backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     if backend == "triton":
         pytest.importorskip("triton")
+    if backend == "compiled":
+        monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
+        backend = "cpu"
     work = prompts(shared=24)
     expected = run(tiny_model, work, attention_backend=backend, **options)
     assert not any(depths), "nobody asked for it"

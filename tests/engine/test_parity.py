@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nanopd import LLM, SamplingParams
+from nanopd.kernels import cpu_paged_attention
+from nanopd.worker import attention
 from tests.engine.conftest import VOCAB_SIZE, check_greedy, reference
 
 NUM_TOKENS = 20
@@ -81,6 +83,32 @@ def test_other_architectures(fixture: str, request: pytest.FixtureRequest):
 )
 def test_however_the_work_is_cut_up(tiny_model: Path, expected: list[list[int]], options: dict[str, Any]):
     assert generate(tiny_model, make_prompts(), **options)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"long_prefill_token_threshold": 7, "kv_layout": "blocks_first"},
+        {"speculative_ngram": 3, "kv_layout": "cross_layer"},
+        {"num_blocks": 36, "block_size": 4},  # preemptions
+    ],
+    ids=str,
+)
+def test_with_the_compiled_loop_over_blocks(
+    tiny_model: Path, expected: list[list[int]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
+    rows: list[int] = []
+    real = cpu_paged_attention.paged_decode
+
+    def paged_decode(query: torch.Tensor, *args: Any) -> Any:
+        rows.append(len(query))
+        return real(query, *args)
+
+    monkeypatch.setattr(cpu_paged_attention, "paged_decode", paged_decode)
+    assert generate(tiny_model, make_prompts(), **options)[0] == expected
+    assert max(rows) > 10, "the loop was not used"
 
 
 @pytest.mark.parametrize("layout", ["kv_first", "blocks_first", "cross_layer"])

@@ -41,7 +41,7 @@ def test_how_long_it_waits(requests: int, news: bool, reclaiming: int, wait_ms: 
         scheduler=scheduler,
         step=step,
         has_unfinished_requests=lambda: bool(requests or reclaiming or news),
-        stats=lambda: (SchedulerStats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0), None),
+        stats=lambda: (SchedulerStats(), None),
     )
     socket: Any = SimpleNamespace(poll=poll, send=lambda raw: None)
     with pytest.raises(Enough):

@@ -248,7 +248,7 @@ def test_p_and_d_give_the_tokens_of_one_engine(tmp_path: Path):
         p.prefill("r", prompt)
         where = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": p.core.connector.port}
         requests = []
-        for node, transfer in ((d, KVTransferParams.of(where | {"transfer_id": "r"})), (alone, None)):
+        for node, transfer in ((d, KVTransferParams(**where, transfer_id="r")), (alone, None)):
             sampling = params(temperature=0, seed=0, structured_outputs=wish)
             requests.append(Request("r", prompt, sampling, [299], kv_transfer_params=transfer))
             node.core.add_request(requests[-1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanopd.config import LAYOUTS, EngineConfig, UserError
+from nanopd.worker import attention
 from nanopd.worker.attention import AttentionMetadata, CPUAttention, choose_backend
 from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
 from tests.worker.models import tiny_config
@@ -38,7 +39,11 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_against_dense_attention(name: str, layout: str, window: int | None):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_against_dense_attention(
+    compiled: bool, name: str, layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
     torch.manual_seed(0)
     query_lens, seq_lens = BATCHES[name]
     cache = KVCache.allocate(tiny_config(KV_HEADS, DIM), NUM_BLOCKS, BLOCK_SIZE, layout, torch.float32, "cpu")
@@ -57,7 +62,7 @@ def test_against_dense_attention(name: str, layout: str, window: int | None):
     starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
     positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens)])
     block_table, slots = torch.tensor(tables, dtype=torch.int32), torch.empty(len(positions), dtype=torch.int64)
-    backend, lens = CPUAttention(), torch.tensor(seq_lens, dtype=torch.int32)
+    backend, lens = CPUAttention(compiled), torch.tensor(seq_lens, dtype=torch.int32)
     backend.plan(AttentionMetadata(starts, lens, block_table, slots, query_lens, seq_lens), positions, BLOCK_SIZE)
     expected_slots = [
         table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
@@ -94,8 +99,8 @@ def test_layouts_share_one_allocation(layout: str):
 
 
 def test_backends():
-    assert isinstance(choose_backend("auto", "cpu"), CPUAttention)
-    assert isinstance(choose_backend("cpu", "cuda"), CPUAttention)
+    assert isinstance(choose_backend("auto", "cpu", torch.float32), CPUAttention)
+    assert isinstance(choose_backend("cpu", "cuda", torch.float32), CPUAttention)
 
 
 def test_a_budget_smaller_than_a_block_is_refused():

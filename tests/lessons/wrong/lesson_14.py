@@ -7,14 +7,12 @@ WRONG = {
             "        self._output.failed_recving.add(recv.request_id)\n",
         )
     ],
-    "does not tell P when it gives up": [
-        (
-            "        self._output.given_up.add(recv.request_id)\n        self._send(peer, Cancel(VERSION, transfer_id))\n",
-            "        self._output.given_up.add(recv.request_id)\n",
-        )
-    ],
+    "does not tell P when it gives up": [("        self._send(peer, Cancel(VERSION, recv.transfer_id))\n", "")],
     "says Cancel only once": [
-        ("                else:\n                    self._send(peer, Cancel(VERSION, transfer_id))\n", "")
+        (
+            "        self._send(peer, Cancel(VERSION, recv.transfer_id))\n",
+            "            self._send(peer, Cancel(VERSION, recv.transfer_id))\n",
+        )
     ],
     "lets P hold what nobody needs": [
         ("        elif not asked:\n            self._send(self._peer(address), Cancel(VERSION, transfer_id))\n", "")
