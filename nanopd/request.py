@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanopd.config import SamplingParams
+from nanopd.config import SamplingParams, require
 
 
 class RequestStatus(enum.Enum):
@@ -52,6 +52,15 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_REMOTE_KVS}) | _CUT_SHORT,
     **{status: frozenset() for status in FINISHED},
 }
+
+
+def check_length(num_tokens: int, before: int, max_model_len: int) -> None:
+    """S9: may a prompt, or the input of a session with `before` tokens, have so many? Raises UserError."""
+    room = max_model_len - 1 - before
+    what, after = f"The prompt has {num_tokens} tokens", f", after {before} tokens in this session" if before else ""
+    require(room > 0, f"{what}, and the session is full, with {before} of {max_model_len}. Open another one.")
+    limit = f"at most {room} tokens: max_model_len is {max_model_len}, with the output{after}"
+    require(0 < num_tokens <= room, f"{what}; it can't be empty, and have {limit}.")
 
 
 @dataclass(slots=True)
@@ -128,7 +137,7 @@ class Request:
         self.turn = turn
         self.streaming_queue: deque[Request] = deque()  # a session's further input, as requests with its id
         self.token_ids = array("q", prompt_token_ids)  # prompt + output, 8 bytes a token: hashing reads it in place
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_input_tokens = len(self.token_ids)  # of a session, input: what came last
         self.block_hashes: list[bytes] = []  # one for each full block, filled in as tokens arrive (rule K3)
         self.spec_token_ids: list[int] = []  # a draft: tokens that may come next, for the next step to verify
         self.num_computed_tokens = 0
@@ -157,10 +166,15 @@ class Request:
         self.token_ids.extend(turn.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         taken_over = "turn", "sampling_params", "eos_token_ids", "stop_token_ids", "priority", "metrics", "stop_reason"
-        for name in taken_over:
+        for name in (*taken_over, "num_input_tokens"):
             setattr(self, name, getattr(turn, name))
         self.metrics.num_prompt_tokens = self.num_prompt_tokens
         self.status = RequestStatus.WAITING
+
+    def give_back(self) -> None:
+        """The last input of a session leaves it again: it was refused before there was a token of an answer (S13)."""
+        del self.token_ids[self.num_tokens - self.num_input_tokens :]
+        self.num_prompt_tokens, self.num_input_tokens = self.num_tokens, 0
 
     @property
     def num_tokens(self) -> int:

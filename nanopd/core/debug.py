@@ -14,6 +14,7 @@ def describe(s: "Scheduler") -> dict[str, Any]:
     pool, fields = s.kv.pool, ("num_computed_tokens", "num_tokens")
     queues = {name: [r.request_id for r in getattr(s, name)] for name in ("waiting", "skipped_waiting", "running")}
     queues |= {"idle": [*s.sessions.idle], "reclaiming": sorted(s.reclaiming)}
+    queues["streaming_queue"] = [turn.request_id for r in s.requests.values() for turn in r.streaming_queue]
     details = {i: {"status": r.status.value} | {f: getattr(r, f) for f in fields} for i, r in s.requests.items()}
     return queues | {"requests": details, "free_blocks": pool.num_free_blocks, "num_blocks": len(pool.blocks)}
 

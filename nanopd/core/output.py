@@ -125,6 +125,7 @@ class SchedulerStats:
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     cascade_saved_tokens: int = 0  # K and V that each layer did not read again, since it read a prefix once for all
+    num_early: int = 0  # inputs in streaming_queues: they wait for an answer to end
 
 
 @dataclass(slots=True)

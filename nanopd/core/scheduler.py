@@ -36,7 +36,7 @@ from nanopd.core.output import (
     SchedulerStats,
 )
 from nanopd.core.sessions import Sessions
-from nanopd.request import BLOCKED, TRANSITIONS, Request, RequestStatus
+from nanopd.request import BLOCKED, TRANSITIONS, Request, RequestStatus, check_length
 from nanopd.trace.events import Arrived, Moved, Planned, Sampled, Skipped, Stepped, ignore
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class Scheduler:
         require(session is not None or not request.turn, f"Session {request_id!r} has ended; begin another one.")
         in_use = not request.turn and (session is not None or request_id in self.reclaiming)
         require(not in_use, f"Request id {request_id!r} is already in use; ids of unfinished requests must differ.")
-        require(request.num_tokens > 0, "The prompt is empty; it needs at least one token.")
-        self.check_length(request, session)
+        if session is None or request_id in self.sessions.idle:  # else when it is taken up
+            check_length(request.num_tokens, session.num_tokens if session else 0, self.max_model_len)
         if self.trace is not ignore:
             most, place = request.sampling_params.max_tokens, 0 if session else self._place(request)
             self.trace(Arrived(request_id, request.token_ids.tolist(), most, place))
@@ -104,14 +104,6 @@ class Scheduler:
         else:
             self.requests[request_id] = request
             self.queue(request)
-
-    def check_length(self, request: Request, session: Request | None) -> None:
-        """S9. Raises UserError."""
-        before, what = (session.num_tokens, "session, with this input,") if session else (0, "prompt")
-        num_tokens = before + request.num_tokens
-        limit = f"and max_model_len is {self.max_model_len} for prompt and output together"
-        shorten = f"shorten it to at most {self.max_model_len - 1} tokens."
-        require(num_tokens < self.max_model_len, f"The {what} has {num_tokens} tokens, {limit}; {shorten}")
 
     def queue(self, request: Request) -> None:
         """Into `waiting`. With a grammar it also has to wait for that."""
@@ -542,7 +534,8 @@ class Scheduler:
         num_waiting = len(self.waiting) + len(self.skipped_waiting)
         in_flight = len(self.loading), len(self.compiling), len(self.reclaiming), len(self.sessions.idle)
         counts = self._num_preemptions, self._num_queried, self._num_hit, self._num_scheduled
-        more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size
+        num_early = sum(len(request.streaming_queue) for request in self.requests.values())
+        more = self._num_drafts, self._num_accepted, self._num_blocks_saved * self.kv.block_size, num_early
         return SchedulerStats(len(self.running), num_waiting, *in_flight, self.kv.usage, *counts, *more)
 
     def check_invariants(self) -> None:

@@ -4,8 +4,9 @@
                                                           v
     waiting -> running -> the answer ends -> idle -> next input -> waiting
 
-An idle session keeps its blocks and takes no seat. What was said stays said: an answer that fails, or that nobody wants any
-more, leaves its input and as much of itself as there was. Only `finish_requests` ends a session. Lesson 06.
+An idle session keeps its blocks and takes no seat. Input that is refused is no part of it. Else what was said stays said: an
+answer that fails half-way, or that nobody wants any more, leaves its input and as much of itself as there was. Only
+`finish_requests` ends a session. Lesson 06.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nanopd.config import UserError
 from nanopd.core.output import EngineCoreOutput
-from nanopd.request import Request, RequestStatus
+from nanopd.request import Request, RequestStatus, check_length
 from nanopd.trace.events import Dropped
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class Sessions:
     def end_turn(self, session: Request) -> None:
         """The answer has ended: the session is idle, or goes on with its next input. The worker will be told anew of it."""
         s, request_id = self._scheduler, session.request_id
+        if not session.num_output_tokens:  # its input is refused, and leaves it
+            if session.num_computed_tokens > session.num_tokens - session.num_input_tokens:  # some of that, too
+                s.forget_external_tokens(session, "S13")
+            session.give_back()
+            del session.block_hashes[session.num_tokens // s.kv.block_size :]
         session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
         session.spec_token_ids, session.num_external_tokens = [], 0
         self.idle[request_id] = session
@@ -53,7 +59,7 @@ class Sessions:
         while session.streaming_queue and session.request_id in self.idle:
             turn = session.streaming_queue[0]
             try:
-                self._scheduler.check_length(turn, session)
+                check_length(turn.num_tokens, session.num_tokens, self._scheduler.max_model_len)
             except UserError as error:
                 self._drop(session, turn)
                 self.refuse(turn, str(error))

@@ -23,7 +23,7 @@ from nanopd.connector.protocol import KVTransferParams
 from nanopd.core.output import EngineCoreOutput, SchedulerStats, TokenLogprobs
 from nanopd.engine.detokenizer import Detokenizer
 from nanopd.models.tokenizer import load_tokenizer
-from nanopd.request import Request, RequestMetrics
+from nanopd.request import Request, RequestMetrics, check_length
 
 if TYPE_CHECKING:
     from nanopd.engine.core import EngineCore
@@ -97,10 +97,11 @@ class _Session:
     """A request that stays open (rule S13)."""
 
     num_turns: int = 0
+    num_refused: int = 0  # of these: they are no part of it
     # Those that have not ended, in order, and their numbers: the first runs, or it waits like any request.
     turns: dict[RequestOutput, int] = dataclasses.field(default_factory=dict)
     idle_since: float = dataclasses.field(default_factory=time.monotonic)  # if there are none
-    num_tokens: int = 0  # at least: of inputs, and of answers that have ended; the engine core knows better
+    num_tokens: int = 0  # at least: of answers that have ended, and their inputs; the engine core knows better
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -161,15 +162,12 @@ class Frontend:
         known = None if session is None else self._find_session(session)
         text, token_ids, cache_salt = self._tokenize(prompt, session)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        count, before, most = len(token_ids), known.num_tokens if known else 0, self._info.max_model_len
         if known:
             alone = params.n == 1 and not params.stop and kv_transfer_params is None and request_id is None
             require(alone, "Input of a session takes no n, stop (stop_token_ids it takes), id or kv_transfer_params.")
             only_first = "A session has the cache_salt of its first input; leave it away afterwards."
             require(not known.num_turns or cache_salt is None, only_first)
-        after = f", after {before} tokens in this session" if before else ""
-        limits = f"at most {max(0, most - 1 - before)} tokens: max_model_len is {most}, with the output{after}"
-        require(0 < count < most - before, f"The prompt has {count} tokens; it can't be empty, and have {limits}.")
+        check_length(len(token_ids), known.num_tokens if known else 0, self._info.max_model_len)
         request_id = session or request_id or self._new_id()
         child_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
         in_use = known is None and any(map(self._is_in_use, [request_id, *child_ids]))
@@ -190,7 +188,6 @@ class Frontend:
         if known:
             known.turns[output] = known.num_turns
             known.num_turns += 1
-            known.num_tokens += count
         else:
             self._live.add(request_id)
         return output
@@ -199,7 +196,7 @@ class Frontend:
         """A request that gets its input piece by piece, and keeps its KV cache in between (rule S13). Returns its id, for
         `add_request`; `abort_requests` ends it."""
         request_id = self._new_id() if request_id is None else request_id
-        good = isinstance(request_id, str) and not self._is_in_use(request_id)
+        good = isinstance(request_id, str) and request_id != "" and not self._is_in_use(request_id)
         require(good, f"Request id {request_id!r} is already in use, or no text.")
         self.sessions[request_id] = _Session()
         return request_id
@@ -244,8 +241,6 @@ class Frontend:
             turn = session.turns[output]
             self._core.abort_turn(output.request_id, turn)
             output.outputs[0].finish_reason = "abort"
-            if output is not next(iter(session.turns)):  # it has not been taken up
-                session.num_tokens -= len(output.prompt_token_ids)
             self._finish(output.request_id, turn)
 
     def has_unfinished_requests(self) -> bool:
@@ -298,8 +293,9 @@ class Frontend:
         running = self._running.pop((request_id, turn))
         running.output.finished = all(completion.finish_reason is not None for completion in running.output.outputs)
         if session := self.sessions.get(request_id):
-            refused = running.completion.finish_reason == "error"  # mostly its input is too long, and was not taken up
-            session.num_tokens += len(running.completion.token_ids) - refused * len(running.output.prompt_token_ids)
+            prompt, answer = running.output.prompt_token_ids, running.completion.token_ids
+            session.num_tokens += len(prompt) + len(answer) if answer else 0  # else it may never have been taken up
+            session.num_refused += not answer and running.completion.finish_reason == "error"
             session.idle_since = time.monotonic()
             del session.turns[running.output]
         elif running.output.finished:
@@ -325,8 +321,8 @@ class Frontend:
 
     def encode(self, text: str, session: str | None = None) -> list[int]:
         """Token ids. What a model wants at the beginning of a text stands only there, not in later input of a session."""
-        at_the_beginning = session is None or not self._find_session(session).num_turns
-        return self.tokenizer.encode(text, add_special_tokens=at_the_beginning)
+        known = None if session is None else self._find_session(session)
+        return self.tokenizer.encode(text, add_special_tokens=not (known and known.num_turns > known.num_refused))
 
     def _check_token_ids(self, name: str, ids: Any) -> None:
         size = self._info.vocab_size
@@ -363,21 +359,23 @@ class LLM(Frontend):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = False,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         session: str | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts and returns the outputs in their order. (`use_tqdm`: as in vLLM, but there is no bar.)
 
-        `priority`: one for each prompt, lower is more urgent. `session`: from `open_session`; the prompts are its input.
+        `priority`: one for each prompt, or one for all; lower is more urgent. `session`: from `open_session`; one prompt is
+        its input.
         Raises UserError before anything runs if one of the prompts cannot be served.
         """
         single = isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int))
         todo: Any = [prompts] if single else prompts
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(todo)
-        priorities = [0] * len(todo) if priority is None else priority
+        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(todo)
         if not len(params) == len(priorities) == len(todo):
             counts = f"{len(todo)} prompts, {len(params)} sampling params and {len(priorities)} priorities"
             raise UserError(f"There are {counts}; give one each, or one for all.")
+        require(session is None or len(todo) == 1, "Input of a session is one prompt; call again for the next.")
         outputs: list[RequestOutput] = []
         try:
             for prompt, wish, urgency in zip(todo, params, priorities):

@@ -38,7 +38,8 @@ class Tokenizer:
         """Ids of `text`. Special tokens spelled out in it are recognised; `add_special_tokens` adds the model's BOS."""
         # Surrogates are bytes that were no UTF-8, or half of a pair.
         require(not any("\ud800" <= c <= "\udfff" for c in text), "The text is not UTF-8.")
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` would do, but it keeps Python's lock: in a server nothing else could run meanwhile.
+        return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 (yet) come out as U+FFFD, ids without a token as nothing."""

@@ -13,7 +13,6 @@ name rather than ignored. This file knows nothing about scheduling or tensors.
 """
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
@@ -21,6 +20,7 @@ import signal
 import sys
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
@@ -160,8 +160,9 @@ class Answer:
             c = self.completions[index]
             if c.finish_reason == "error":
                 why = str(c.stop_reason)
-                bad_grammar = why.startswith("structured_outputs:")
-                raise ApiError(400, why, "bad_grammar") if bad_grammar else ApiError(503, why, "engine_error")
+                code = "bad_grammar" if why.startswith("structured_outputs:") else None
+                mistake = code or why.startswith("The prompt has")  # too many tokens, when its turn in a session came
+                raise ApiError(400, why, code) if mistake else ApiError(503, why, "engine_error")
             if c.finish_reason is None and len(c.text) == num_chars:
                 continue
             self.sent[index] = len(c.text), len(c.token_ids)
@@ -219,7 +220,7 @@ class Server:
         self.client, self.metrics = EngineClient(), Metrics()
         self.status, self.model = "starting", ""  # then "ok", and at the end "draining"
         self.num_unfinished = 0  # completions, asked for and not answered yet
-        self.in_order = asyncio.Lock()  # input of sessions, while it is tokenized
+        self.in_order = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by session: one input is tokenized at a time
         self.answers: dict[RequestOutput, Answer] = {}  # whom to wake
         self.recent_ids: deque[str] = deque(maxlen=4096)
         self.inspections: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -319,7 +320,7 @@ class Server:
             failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}.")
         except TimeoutError:
             failure = ApiError(408, f"The body did not come within {READ_TIMEOUT:.0f} seconds.")
-        except (UserError, msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
+        except (UserError, msgspec.DecodeError, RecursionError, web.RequestPayloadError, ConnectionError) as error:
             failure = ApiError(400, str(error))
         except Exception:
             logging.getLogger(__name__).exception(f"{request.path} failed; please report it with the text below")
@@ -351,7 +352,8 @@ class Server:
         answer = Answer(id, self.model, chat, body, params.logprobs)
         self.num_unfinished += count
         try:
-            async with self.in_order if body.session is not None else contextlib.nullcontext():
+            alone = asyncio.Lock()
+            async with alone if body.session is None else self.in_order.setdefault(body.session, alone):
                 tokenized = await asyncio.to_thread(self._encode, prompts, body)
                 self._check_ready()
                 for i, prompt in enumerate(tokenized):
@@ -448,7 +450,8 @@ class Server:
 
     def _check_session(self, id: str) -> None:
         if id not in self.frontend.sessions:
-            raise ApiError(404, f"There is no session {id!r}; it may have ended.", "session_not_found", "session")
+            advice = "it may have ended. Open another one."
+            raise ApiError(404, f"There is no session {id[:200]!r}; {advice}", "session_not_found", "session")
 
     # ---------------------------------------------------------------- what operators ask for
 

@@ -27,7 +27,7 @@ class ServeConfig(_HttpConfig):
 
     served_model_name: str | None = opt(None, "Name of the model in the API; without it the name of its directory.")
     max_waiting: int = opt(256, "Most requests beyond max_num_seqs; those above it are refused with 429.", 0, _MANY)
-    session_timeout: float = opt(600.0, "How long a session may wait for its next input.", 0.0, 1e9)
+    session_timeout: float = opt(600.0, "How long a session may wait for its next input.", 0.01, 1e9)
     shutdown_timeout: float = opt(30.0, "After SIGTERM, how long running requests may still take.", 0.0, 1e6)
 
 

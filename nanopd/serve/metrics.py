@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from nanopd.core.output import SchedulerStats, TransferStats
 from nanopd.engine.llm import RequestOutput
 
-_STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle")
+_STATES = ("running", "waiting", "loading", "compiling", "reclaiming", "idle", "early")
 _COUNTS = ["num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "cascade_saved_tokens"]
 _COUNTS += ["spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
 _TIMES = {"time_to_first_token": "time_to_first_token", "inter_token_latency": "inter_token_latency"}

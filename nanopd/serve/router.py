@@ -205,7 +205,8 @@ class Router:
             return error(401, "The API key is missing or wrong; send it as a bearer token.")
         try:
             body = {**json.loads(await asyncio.wait_for(request.read(), BODY_TIMEOUT) or b"{}")}
-        except (ValueError, TypeError, RecursionError, TimeoutError, web.HTTPRequestEntityTooLarge) as problem:
+        except (ValueError, TypeError, RecursionError, OSError, web.HTTPRequestEntityTooLarge) as problem:
+            # OSError: the body came too late, or its client has gone.
             wish = f"a JSON object of at most {MAX_BODY} bytes, and come within {BODY_TIMEOUT:.0f} seconds"
             return error(getattr(problem, "status", 400), f"The body must be {wish}.")
         if request.path.startswith("/v1/sessions") or body.get("session") is not None:

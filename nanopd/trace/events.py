@@ -55,8 +55,8 @@ class Moved(RequestEvent):
     preempted                 to the front of `waiting`, or to `place`: S3 case A, B or C; S8 when a step was taken back
     waiting for remote KVs    its blocks are reserved, and a connector fills them (S5)
     waiting for grammar       at its arrival: its grammar is being compiled (S12)
-    waiting for input         a session whose answer has ended, to the end of `idle` (S13); without computed tokens: it gives
-                              up its blocks for others
+    waiting for input         a session whose answer has ended, to the end of `idle` (S13), or its input is refused, which
+                              then leaves it: there is no token of an answer. Without computed tokens: it gives up its blocks
     waiting                   promoted: the data (S5) or the grammar (S12) is there; or nothing will come, it is computed
                               here (S10); a session, to `place`: with the first input of its `streaming_queue` (S13)
     stop, length, abort, error

@@ -73,6 +73,8 @@ class State:
         if status is request.status:
             return
         resumed = request.status is RequestStatus.WAITING_FOR_STREAMING_REQ and not status.is_finished
+        if status is RequestStatus.WAITING_FOR_STREAMING_REQ and not request.num_output_tokens:
+            request.give_back()
         if resumed:
             request.resume()
         else:

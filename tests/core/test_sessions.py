@@ -3,6 +3,7 @@
 import pytest
 
 from nanopd.config import SamplingParams, UserError
+from nanopd.core.debug import describe
 from nanopd.core.scheduler import Scheduler
 from nanopd.request import Request, RequestStatus
 from tests.core.drive import Driver, FakeGrammars, make_request, make_scheduler
@@ -121,7 +122,7 @@ def test_what_can_not_be_taken_is_refused_and_what_came_before_stays():
     with pytest.raises(UserError, match="already in use"):
         say(scheduler, 0)
     driver.run()
-    with pytest.raises(UserError, match=r"with this input, has 20 tokens.*at most 19"):
+    with pytest.raises(UserError, match=r"has 13 tokens; .* at most 12 tokens: .*, after 7 tokens in this session"):
         say(scheduler, 1, tokens=13)
     with pytest.raises(UserError, match="empty"):
         say(scheduler, 1, tokens=0)
@@ -130,12 +131,17 @@ def test_what_can_not_be_taken_is_refused_and_what_came_before_stays():
     assert driver.reasons == {"s": "length"} and scheduler.requests["s"].num_tokens == 20
 
 
-def test_queued_input_that_has_become_too_long_is_refused_and_the_session_goes_on():
+@pytest.mark.parametrize("tokens", [8, 15, 25])
+def test_early_input_that_is_too_long_is_refused_in_its_turn_and_the_session_goes_on(tokens: int):
+    """It has become too long, or it was that when it came; nobody hears of it before the answer before it has ended."""
     driver = Driver(scheduler := make_scheduler(max_model_len=20))
     say(scheduler, 0, max_tokens=10)
-    say(scheduler, 1, tokens=8)
+    driver.step()
+    say(scheduler, 1, tokens=tokens)
     say(scheduler, 2, tokens=2)
+    assert scheduler.stats().num_early == 2 and describe(scheduler)["streaming_queue"] == ["s", "s"]
     driver.run()
+    assert scheduler.stats().num_early == 0
     assert driver.ends == [("s", 0, "length"), ("s", 1, "error"), ("s", 2, "length")]
     assert scheduler.requests["s"].num_tokens == 4 + 10 + 2 + 3 and scheduler.requests["s"].status is IDLE
 
@@ -194,3 +200,34 @@ def test_each_turn_has_a_grammar_of_its_own():
     say(scheduler, 4)
     driver.run()
     assert driver.ends[-1] == ("s", 4, "length")
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("computed", [False, True])
+def test_input_that_is_refused_for_its_grammar_leaves_the_session(prefix_caching: bool, computed: bool):
+    """`computed`: its matcher fails when the first token is due: K and V of it are there. The driver sees what is read."""
+    driver = Driver(scheduler := make_scheduler(prefix_caching=prefix_caching, grammars=(grammars := FakeGrammars())))
+
+    def refused(turn: int) -> None:
+        say(scheduler, turn, tokens=9, structured_outputs={"regex": "x"})
+        if computed:
+            grammars.news["s"] = None
+            driver.step()
+        grammars.news["s"] = "no"
+        assert bool(driver.step().num_scheduled_tokens) == computed
+        assert driver.ends[-1] == ("s", turn, "error")
+
+    refused(0)
+    session = scheduler.requests["s"]
+    assert session.status is IDLE and session.num_tokens == session.num_computed_tokens == 0
+    say(scheduler, 1, tokens=6)
+    driver.run()
+    said = session.token_ids.tolist()
+    refused(2)
+    refused(3)
+    assert session.token_ids.tolist() == said and len(session.block_hashes) == prefix_caching * 2
+    kept = 0 if computed and not prefix_caching else 8
+    say(scheduler, 4, tokens=9)
+    driver.run()
+    assert session.num_tokens == 6 + 3 + 9 + 3 and driver.ends[-1] == ("s", 4, "length")
+    assert session.metrics.num_cached_tokens == kept

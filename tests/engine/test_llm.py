@@ -269,6 +269,7 @@ def test_priorities_are_served_in_order_and_refused_without_the_policy(tiny_mode
         ended += [output.request_id for output in llm.step() if output.finished]
     assert ended == [output.request_id for output in reversed(outputs)]
     assert len(llm.generate([[1], [2]], SamplingParams(max_tokens=2), priority=[1, 0])) == 2
+    assert len(llm.generate([[1], [2]], SamplingParams(max_tokens=2), priority=1)) == 2
     line = add(llm, SamplingParams(max_tokens=2), {"prompt_token_ids": [1], "priority": 7}).request_id
     assert llm.core.scheduler.requests[line].priority == 7, "JSONL"
     assert parse(b'{"prompt": [1], "priority": 7}', False)[0].priority == 7, "HTTP"

@@ -101,9 +101,9 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
         llm.open_session("talk")
     with pytest.raises(UserError, match="in use"):
         llm.add_request([1], params(0), "talk")
-    for wrong in (5, ["talk"], None):
+    for wrong in (5, ["talk"], "", None):
         with pytest.raises(UserError):
-            llm.open_session(wrong) if wrong else llm.add_request([1], params(0), session=["talk"])  # type: ignore[arg-type]
+            llm.open_session(wrong) if wrong is not None else llm.add_request([1], params(0), session=["talk"])  # type: ignore[arg-type]
     several = llm.add_request([1], params(0, n=2), "several")
     with pytest.raises(UserError, match="in use"):
         llm.open_session("several#0")
@@ -122,20 +122,23 @@ def test_mistakes_cost_a_session_nothing(tiny_model: Path):
     again = llm.generate([[3] * 142], params(1, max_tokens=50), session=session)[0]
     assert first.outputs[0].finish_reason == again.outputs[0].finish_reason == "length"
     assert len(again.outputs[0].token_ids) == 1, "max_model_len"
-    with pytest.raises(UserError, match="at most 0 tokens"):
+    with pytest.raises(UserError, match=r"session is full, with 150 of 150. Open another one"):
         llm.generate([[3]], params(1), session=session)
 
 
-def test_input_that_has_become_too_long_is_refused_alone(tiny_model: Path):
+@pytest.mark.parametrize("known", [False, True])
+def test_early_input_that_is_too_long_is_refused_alone(tiny_model: Path, known: bool):
+    """It has become that, or (`known`) it is that when it comes: the answer that still runs is long enough."""
     llm = make(tiny_model)
     session = llm.open_session()
-    first, long, last = (
-        llm.add_request([i] * n, params(0, max_tokens=50), session=session) for i, n in ((0, 60), (1, 60), (2, 3))
-    )
+    first = llm.add_request([0] * 60, params(0, max_tokens=50), session=session)
+    for _ in range(40 * known):
+        llm.step()
+    long, last = (llm.add_request([i] * n, params(0, max_tokens=50), session=session) for i, n in ((1, 60), (2, 3)))
     while llm.has_unfinished_requests():
         llm.step()
     assert [output.outputs[0].finish_reason for output in (first, long, last)] == ["length", "error", "length"]
-    assert "170 tokens" in str(long.outputs[0].stop_reason)
+    assert "at most 39 tokens: max_model_len is 150, with the output, after 110" in str(long.outputs[0].stop_reason)
     assert llm.sessions[session].num_tokens == llm.core.scheduler.requests[session].num_tokens, (
         "what was refused is not there"
     )
@@ -157,16 +160,37 @@ def test_who_stops_an_answer_keeps_the_session(tiny_model: Path, monkeypatch: py
 
     monkeypatch.setattr(llm.core, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3], [4]], params(0, max_tokens=50), session=session)
+        llm.generate([1, 2, 3], params(0, max_tokens=50), session=session)
     monkeypatch.undo()
     after = llm.generate([[9]], params(1), session=session)[0]
     talk = llm.core.scheduler.requests[session].token_ids.tolist()
     said = talk.index(9, 8)
-    assert said == 9, "5 tokens of the answer, and one with which it ended; the second input is gone"
+    assert said == 9, "5 tokens of the answer, and one with which it ended"
     assert after.outputs[0].token_ids == llm.generate([talk[: said + 1]], params(1))[0].outputs[0].token_ids
-    with pytest.raises(UserError, match="empty"):
-        llm.generate([[5], []], params(2), session=session)
-    assert session in llm.sessions
+    with pytest.raises(UserError, match="one prompt"):
+        llm.generate([[5], [5] * 500], params(2), session=session)
+    assert session in llm.sessions and llm.core.scheduler.requests[session].num_tokens == len(talk), "nothing has run"
+
+
+def test_what_a_front_end_counts_is_never_too_much(tiny_model: Path):
+    """Two inputs under way, and their client leaves. Then two that will be refused, with a third behind them."""
+    llm = make(tiny_model)
+    session = llm.open_session()
+    outputs = [llm.add_request([1] * 10, params(0), session=session)]
+    for _ in range(2):
+        llm.step()
+    outputs.append(llm.add_request([2] * 30, params(0), session=session))
+    llm.abort_outputs(outputs)
+    while llm.core.has_unfinished_requests():
+        llm.step()
+    in_core = llm.core.scheduler.requests[session].num_tokens
+    assert in_core == 10 + 3 and 10 < llm.sessions[session].num_tokens <= in_core
+    bad = params(0, structured_outputs={"regex": "("})
+    wishes = ([3] * 100, bad), ([3] * 137, params(0)), ([3] * (150 - 1 - in_core), params(0))
+    outputs = [llm.add_request(prompt, wish, session=session) for prompt, wish in wishes]
+    while llm.core.has_unfinished_requests():
+        llm.step()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error", "length"]
 
 
 def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -178,8 +202,10 @@ def test_the_beginning_of_a_text_is_only_at_the_beginning(tiny_model: Path, monk
 
     monkeypatch.setattr(llm.tokenizer, "encode", with_bos)
     session = llm.open_session()
-    first, second = (llm.generate([text], params(0), session=session)[0].prompt_token_ids for text in "ab")
-    assert (first[0], second[0]) == (7, encode("b")[0])
+    bad = {"structured_outputs": {"regex": "("}}
+    wishes = ("a", bad), ("b", {}), ("c", bad), ("d", {})
+    first = [llm.generate(s, params(0, **wish), session=session)[0].prompt_token_ids[0] for s, wish in wishes]
+    assert first == [7, 7, encode("c")[0], encode("d")[0]], "what was refused is not the beginning"
     assert llm.generate(["b"], params(0))[0].prompt_token_ids[0] == 7
 
 
@@ -205,7 +231,10 @@ def test_an_answer_in_a_form(tiny_model: Path):
     for wish in wishes:
         form = {"structured_outputs": wish} if wish else {}
         texts.append(llm.generate(["ab"], params(0, **form), session=session)[0].outputs[0].text)
+    before = llm.core.scheduler.requests[session].token_ids.tolist()
     bad = llm.generate(["ab"], params(0, structured_outputs={"regex": "("}), session=session)[0].outputs[0]
     assert bad.finish_reason == "error" and "unclosed" in str(bad.stop_reason)
+    assert llm.core.scheduler.requests[session].token_ids.tolist() == before, "it is no part of what was said"
+    assert llm.sessions[session].num_tokens == len(before)
     assert llm.generate(["ab"], params(1), session=session)[0].metrics.num_cached_tokens > 15, "it goes on"
     assert set(texts[0]) <= {"a", "b"} and len(texts[0]) == 3 and texts[2] in ("yes", "no")

@@ -383,12 +383,15 @@ def test_half_a_request_holds_nobody_up(server: Server):
     for i, connection in enumerate(half):
         connection.sendall((b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")[i % 2])
     assert server.post(COMPLETIONS, prompt="x", **GREEDY)["choices"]
-    for connection in half:
+    opens = socket.create_connection(server.address)
+    opens.sendall(b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    for connection in (*half, opens):
         connection.close()
     garbage = socket.create_connection(server.address, timeout=10)
     garbage.sendall(b"\x16\x03\x01\x02\x00\r\n\r\n")
     assert b"400" in garbage.recv(1000)
     assert server.post(COMPLETIONS, prompt="x", **GREEDY)["choices"]
+    assert not any("please report" in line for line in server.stderr), "who leaves early is no mistake of ours"
 
 
 @pytest.mark.parametrize("stream", [False, True])

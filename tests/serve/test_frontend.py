@@ -92,7 +92,7 @@ def test_messages_survive_the_way_and_are_decoded_strictly():
     params = SamplingParams(stop=["x"], stop_token_ids=[3], seed=-5, logprobs=2, structured_outputs=wish)
     metrics = RequestMetrics(history=[(1.5, "waiting")], transfer={"num_bytes": 3.0})
     item = EngineCoreOutput("id", [5], metrics, [TokenLogprobs(-1.0, 2, [(5, -1.0)])], "error", "why", {"a": None})
-    stats = SchedulerStats(1, 2, 3, 4, 5, 6, 0.5, 7, 8, 9, 10, 11, 12, 13)
+    stats = SchedulerStats(1, 2, 3, 4, 5, 6, 0.5, 7, 8, 9, 10, 11, 12, 13, 14)
     for message in (
         Add("id", [1, 2], params, [256], None, transfer, -3, 1, metrics),
         Abort(["a"]),

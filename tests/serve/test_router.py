@@ -622,6 +622,19 @@ async def test_a_client_that_goes_away_takes_both_requests_with_it(when, stream)
 
 
 @aio
+async def test_a_client_that_leaves_before_its_body_has_come_is_no_mistake_of_ours(caplog):
+    async with routing([], [d := Fake()]) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.sleep(0.1)
+        assert (await client.post(PROMPT))[0] == 200
+    assert not caplog.records and len(d.got) == 1
+
+
+@aio
 async def test_api_key():
     """P7. It guards the router, and the nodes get it."""
     p, d = Fake("prefill"), Fake()

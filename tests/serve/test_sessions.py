@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanopd import LLM, SamplingParams
+from nanopd import LLM, SamplingParams, UserError
+from nanopd.serve.config import ServeConfig
 from tests.serve.conftest import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -53,6 +54,7 @@ def test_a_conversation(server: Server, llm: LLM):
     state = server.state()
     assert state["idle"] == ["talk"] and state["requests"]["talk"]["status"] == "waiting for input"
     assert "nanopd:num_requests_idle 1.0" in server.request("/metrics")[1]
+    assert "nanopd:num_requests_early 0.0" in server.request("/metrics")[1] and state["streaming_queue"] == []
     assert delete(server, session) == (200, {"id": "talk", "object": "session", "deleted": True})
     assert delete(server, session)[0] == 404
     assert server.state()["requests"] == {}
@@ -72,6 +74,36 @@ def test_input_may_come_while_an_answer_is_written(server: Server, llm: LLM):
     delete(server, session)
 
 
+def test_input_that_is_too_long_gets_the_same_answer_early_and_late(server: Server):
+    """It is the client's mistake, and nothing hangs: 400, with how much there is room for, when its turn comes."""
+    session = open_session(server)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(say, server, session, [7] * 5, max_tokens=200)
+        while server.state()["requests"].get(session, {"num_tokens": 0})["num_tokens"] < 20:
+            time.sleep(0.005)
+        early = [pool.submit(refused, server, "/v1/completions", prompt=[8] * n, session=session) for n in (500, 310)]
+        assert first.result()["usage"]["total_tokens"] == 205
+    wanted = "at most 306 tokens: max_model_len is 512, with the output, after 205 tokens in this session."
+    for n, result in zip((500, 310), early):
+        assert result.result() == (400, f"The prompt has {n} tokens; it can't be empty, and have {wanted}")
+        assert refused(server, "/v1/completions", prompt=[8] * n, session=session) == result.result()
+    assert say(server, session, [9] * 306)["usage"]["prompt_tokens"] == 511
+    assert "the session is full" in refused(server, "/v1/completions", prompt=[8], session=session)[1]
+    delete(server, session)
+
+
+def test_a_long_text_in_one_session_does_not_hold_up_another(server: Server):
+    """They are tokenized one after the other in a session, and side by side in two."""
+    slow, other = open_session(server), open_session(server)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(refused, server, "/v1/completions", prompt="lorem ipsum " * 100_000, session=slow)
+        time.sleep(0.1)
+        say(server, other, "hello")
+        assert not long.done()
+        assert long.result()[0] == 400
+    delete(server, slow), delete(server, other)
+
+
 def test_what_a_session_does_not_take(server: Server):
     assert refused(server, "/v1/sessions", timeout=5)[0] == 400
     session = open_session(server)
@@ -82,7 +114,8 @@ def test_what_a_session_does_not_take(server: Server):
         ({"prompt": "", "echo": True}, 400, "echo"),
         ({"session": "nobody"}, 404, "no session 'nobody'"),
         ({"session": 5}, 400, "session"),
-        ({"session": ""}, 404, "no session ''"),
+        ({"session": ""}, 404, "no session ''; it may have ended. Open another one."),
+        ({"session": "x" * 10_000}, 404, f"no session '{'x' * 200}'; it may"),
     ):
         body = {"prompt": "a", "session": session} | options
         answered, message = refused(server, "/v1/completions", **body)
@@ -131,6 +164,8 @@ def test_input_is_taken_up_in_the_order_in_which_it_came(server: Server, llm: LL
 
 
 def test_sessions_end_by_time_and_are_bounded_in_number(tiny_model: Path):
+    with pytest.raises(UserError, match="session_timeout"):
+        ServeConfig(session_timeout=0.0)
     options = ("--num-blocks", "60", "--session-timeout", "0.5", "--max-num-seqs", "2", "--max-waiting", "1")
     with Server(tiny_model, *options) as server:
         sessions = [open_session(server) for _ in range(3)]

@@ -18,7 +18,7 @@ from nanopd.trace import export
 from nanopd.trace.events import Allocated, Moved, Refused, Transfer
 from nanopd.trace.file import read
 from tests.core import test_state_machine
-from tests.core.drive import Driver, make_request, make_scheduler
+from tests.core.drive import Driver, FakeGrammars, make_request, make_scheduler
 from tests.trace.browser import CHROMIUM, Browser
 from tests.trace.record import trace_to
 
@@ -66,8 +66,9 @@ SHOWN = """(() => {
   const cards = [...document.querySelectorAll('.card')].map((card) => ({...card.dataset}));
   const cells = [...document.querySelectorAll('.cell')].map((cell) => ({...cell.dataset}));
   const queue = (name) => [...document.querySelectorAll(`[data-queue="${name}"] .card`)].map((c) => c.dataset.request);
+  const tokens = (id) => engines[0].tokensAt(id, positions[pos].k);
   return {queues: Object.fromEntries(['waiting', 'skipped_waiting', 'running', 'idle'].map((name) => [name, queue(name)])),
-    tokens: Object.fromEntries(cards.map((c) => [c.request, engines[0].tokens.get(c.request).slice(0, c.tokens)])),
+    tokens: Object.fromEntries(cards.map((c) => [c.request, tokens(c.request).slice(0, c.tokens)])),
     cards, cells, chain: [...document.querySelectorAll('.chain button')].map((b) => b.firstChild.data),
     pairs: [...document.querySelectorAll('.pair')].map((b) => [b.title, b.childNodes[2].data]),
     names: [...document.querySelectorAll('.card .name span:first-child')].map((s) => s.textContent)};
@@ -521,6 +522,30 @@ def test_what_a_session_does_is_told_in_words(browser: Browser, tmp_path: Path):
         assert sentence in life, life
     idle = browser.run("[...document.querySelectorAll('.life .s-idle')].map((i) => i.title)")
     assert idle[-1] == "waiting for input from step 14"
+
+
+def test_input_that_is_refused_leaves_the_session(browser: Browser, tmp_path: Path):
+    """S13: the first for its grammar, the third when its first token is due. What comes then takes their places."""
+    scheduler = make_scheduler(block_size=4, grammars=(grammars := FakeGrammars()))
+    states = trace_to(tmp_path / "t.jsonl", scheduler)
+    driver = Driver(scheduler)
+    for turn, news in enumerate((["no"], [], [None, "no"], [])):
+        params = SamplingParams(max_tokens=2, seed=0, structured_outputs={"regex": "x"} if news else None)
+        scheduler.add_request(Request("S", [100 * turn + i for i in range(6)], params, [2], turn=turn))
+        for grammars.news["S"] in news:
+            driver.step()
+        driver.run()
+    browser.open(page(tmp_path / "t.html", tmp_path / "t.jsonl") + "#step=0&request=S")
+    stories = []
+    for step, state in states.items():
+        browser.run(f"go({step}), draw()")
+        assert shown(browser) == as_shown(state)
+        stories.append(" ".join(browser.run("document.querySelector('.story').innerText").split()))
+    refused = [step for step, story in enumerate(stories) if "S13 the input of S is refused, and leaves it" in story]
+    assert len(refused) == 2 and refused[0] == 0
+    tokens = browser.run("[...document.querySelectorAll('.tok[data-position]')].map((t) => t.title.split(' ').at(-1))")
+    assert tokens == [str(token) for token in scheduler.requests["S"].token_ids]
+    assert len(tokens) == 2 * (6 + 2)
 
 
 def test_an_urgent_input_of_a_session_goes_to_its_place_in_the_queue(browser: Browser, tmp_path: Path):
