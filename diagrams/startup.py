@@ -7,8 +7,8 @@ from nanopd.engine.core import EngineCore
 
 STEPS = [
     ("config, checked once", "`EngineConfig`, `KVTransferConfig`: a mistake is a sentence", "plain"),
-    ("device, attention backend", "CUDA or CPU; `choose_backend` (T4)", "plain"),
-    ("model config, dtype", "`load_config`; float32 where bfloat16 would be emulated", "plain"),
+    ("device, model config, dtype", "`load_config`; float32 where bfloat16 would be emulated", "plain"),
+    ("attention backend", "`choose_backend` (T4): Triton on a GPU, else the CPU's", "plain"),
     ("weights", "`load_model`: safetensors, or a GGUF converted once", "c"),
     ("profile", "`profile_peak_memory`: one step of the largest size (GPU)", "c"),
     ("plan of the blocks", "`plan_num_blocks`: what is left of the memory, in blocks", "a"),
@@ -31,8 +31,8 @@ def draw() -> Picture:
     )
     source = inspect.getsource(EngineCore.__init__)
     names = [
-        "choose_backend(",
         "load_config(",
+        "choose_backend(",
         "load_model(",
         "profile_peak_memory(",
         "KVCache.allocate(",

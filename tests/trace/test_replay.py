@@ -55,7 +55,7 @@ def run(machine: type[TracedMachine], examples: int, steps: int) -> None:
 
 
 def test_replaying_gives_the_state_of_the_engine_after_every_step(traced: type[TracedMachine]):
-    run(traced, 100, 40)
+    run(traced, 200, 40)
     kinds = {
         "Arrived",
         "Dropped",
