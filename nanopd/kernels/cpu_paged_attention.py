@@ -5,11 +5,10 @@ contexts the copy costs more than anything else in a step. Here a thread reads t
 Softmax is online and in float32, as on the GPU; what a query may not see is never read.
 
     for each row = one new token of a request
-        for each block that it sees             in the default model 12 KB of K and 12 KB of V: they stay in the cache
-            for each KV head                    its group of G query heads shares K and V
-                scores = q . K                  [G, block_size]
-                total, acc *= 2^(old maximum - new maximum)
-                acc += 2^(scores - maximum) . V [G, D]
+        for each block that it sees             in the default model 12 KB of K and 12 KB of V, read in the order of memory
+            scores = q . K                      [Hq, block_size], slot by slot; a group of query heads shares a KV head
+            total, acc *= 2^(old maximum - new maximum)
+            acc += 2^(scores - maximum) . V     [Hq, D], slot by slot
         output = acc / total
 
 Numba compiles at the first call, for some 4 seconds, and keeps the result on disk: beside this file, or in the user's cache.

@@ -1,11 +1,13 @@
 """The CPU backend against attention written out in float64, on mixed batches, in all layouts."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from nanopd.config import LAYOUTS, EngineConfig, UserError
+from nanopd.kernels.cpu_paged_attention import paged_decode
 from nanopd.worker import attention
 from nanopd.worker.attention import AttentionMetadata, CPUAttention, choose_backend
 from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
@@ -96,6 +98,18 @@ def test_layouts_share_one_allocation(layout: str):
     if layout == "cross_layer":  # a block of all layers is one run of memory
         assert cache.memory[7].is_contiguous()
         assert cache.memory[7].any(dim=-1).all(dim=-1).sum() == model.num_layers * 2
+
+
+def test_the_compiled_loop_reads_bfloat16():
+    """The same numbers as a float32 cache gives that holds what bfloat16 can hold."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 6, BLOCK_SIZE, KV_HEADS, DIM).bfloat16()
+    query, table = torch.randn(3, HEADS, DIM).bfloat16(), torch.tensor([[4, 1], [0, 5], [2, 3]], dtype=torch.int32)
+    with ThreadPoolExecutor(1) as threads:
+        rest = table, torch.tensor([1, 4, 7]), None, threads
+        narrow, wide = paged_decode(query, k, v, *rest), paged_decode(query.float(), k.float(), v.float(), *rest)
+    assert torch.equal(narrow[0], wide[0]) and torch.equal(narrow[1], wide[1])
+    torch.testing.assert_close(wide[0][0], v[4, 0].float().repeat_interleave(HEADS // KV_HEADS, 0))  # it sees one token
 
 
 def test_backends():
