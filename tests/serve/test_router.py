@@ -30,11 +30,14 @@ PIECES = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
 
 
 def aio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in a loop of its own; nothing here may take long."""
+    """Runs a test in a loop of its own. What must be so first is waited for (`until`, `Fake.when`): delays are no order.
+
+    The time is there for what never ends; a machine that is busy with other tests needs a multiple of what is usual.
+    """
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 10))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 
@@ -46,6 +49,7 @@ class Fake:
     role: str | None = "decode"
     act: int | str = 200  # a status; "break": dies before, "break mid": after the first piece; "freeze", "freeze mid"
     delay: float = 0.0  # before the answer's first byte
+    when: Callable[[], Any] = lambda: True  # no answer before this is so
     gap: float = 0.0  # between pieces
     health: int | str = 200
     got: list[dict[str, Any]] = field(default_factory=list)
@@ -104,6 +108,7 @@ class Fake:
     async def _answer(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert http.transport
         await asyncio.sleep(self.delay)
+        await until(self.when, 60)
         if self.act == "break":
             http.transport.abort()
         if self.act == "freeze":
@@ -170,7 +175,7 @@ async def routing(prefill: list[Fake], decode: list[Fake], down: tuple[Fake, ...
         assert all(not node.calls for node in router.nodes.values()), "a request was counted and never given back"
 
 
-async def until(condition: Callable[[], Any], seconds: float = 3.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to this"
@@ -213,12 +218,10 @@ async def test_p_and_d_are_told_of_each_other(path, stream):
 
 @aio
 async def test_together_asks_d_while_p_computes():
-    p, d = Fake("prefill", delay=0.2), Fake(delay=0.4)
+    p, d = Fake("prefill"), Fake()
+    p.when = d.when = lambda: p.got and d.got  # neither answers before both are asked
     async with routing([p], [d]) as client:
-        asking = asyncio.create_task(client.post(STREAM))
-        await until(lambda: d.got)
-        assert p.log == ["asked"]
-        assert (await asking)[1] == b"".join(PIECES)
+        assert (await client.post(STREAM))[1] == b"".join(PIECES)
 
 
 @aio
@@ -227,7 +230,7 @@ async def test_prefill_first_asks_d_with_what_p_returned():
     async with routing([p], [d], order="prefill_first") as client:
         asking = asyncio.create_task(client.post(STREAM))
         await until(lambda: p.got)
-        assert not d.got
+        assert not d.got or "end" in p.log
         assert (await asking)[1] == b"".join(PIECES)
     assert p.log == ["asked", "end"]
     assert params(d) == {"from_p": params(p)["transfer_id"]}
@@ -235,7 +238,7 @@ async def test_prefill_first_asks_d_with_what_p_returned():
 
 @aio
 async def test_a_stream_is_passed_on_as_it_comes():
-    d = Fake(gap=0.2)
+    d = Fake(gap=0.5)
     async with routing([], [d]) as client, client.session.post(client.url + "/v1/completions", json=STREAM) as answer:
         assert answer.content_type == "text/event-stream"
         assert await answer.content.readany() == PIECES[0]
@@ -308,7 +311,8 @@ FAILURES = ["refuse", "break", 429, 500, 503]
 @aio
 async def test_p_fails_and_another_takes_over(how, order, stream):
     """P6, P8: the failed P's transfer is never waited for: D is asked anew, with another id and the other P."""
-    bad, good, d = Fake("prefill", how), Fake("prefill"), Fake(delay=0.2)
+    bad, good = Fake("prefill", how), Fake("prefill")
+    d = Fake(when=lambda: good.got)
     down = (bad,) if how == "refuse" else ()
     async with routing([bad, good], [d], down, order=order, policy="round_robin") as client:
         status, answer, _ = await client.post(PROMPT | {"stream": stream})
@@ -330,7 +334,8 @@ async def test_p_fails_and_another_takes_over(how, order, stream):
 @pytest.mark.parametrize("how", FAILURES)
 @aio
 async def test_every_p_fails_and_d_computes_alone(how, order):
-    ps, d = [Fake("prefill", how), Fake("prefill", how)], Fake(delay=0.1)
+    ps, d = [Fake("prefill", how), Fake("prefill", how)], Fake()
+    d.when = lambda: d.got[-1] == PROMPT
     async with routing(ps, [d], tuple(ps) if how == "refuse" else (), order=order) as client:
         assert (await client.post(PROMPT))[0] == 200
     assert d.got[-1] == PROMPT
@@ -339,7 +344,7 @@ async def test_every_p_fails_and_d_computes_alone(how, order):
 
 @aio
 async def test_p_fails_after_d_has_begun():
-    p, d = Fake("prefill", "break", delay=0.1), Fake(gap=0.15)
+    p, d = Fake("prefill", "break", delay=1.0), Fake(gap=0.6)
     async with routing([p], [d]) as client:
         assert (await client.post(STREAM))[1] == b"".join(PIECES)
     assert len(d.got) == 1
@@ -354,7 +359,7 @@ async def test_a_clients_mistake_is_passed_through(status, side, order):
     for fake in ps if side == "prefill" else ds:
         fake.act = status
     for fake in ds if side == "prefill" else ps:
-        fake.delay = 0.1
+        fake.when = lambda: order == "prefill_first"  # else it is taken back before it can answer
     async with routing(ps, ds, order=order) as client:
         got, answer, _ = await client.post(STREAM)
         assert got == status
@@ -408,14 +413,14 @@ async def test_d_breaks_off_in_the_middle_of_a_stream():
 @aio
 async def test_a_frozen_node_holds_nobody_up(how, monkeypatch):
     """P8: it neither answers nor closes. Its /health shows that, and the requests that wait for it are ended."""
-    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 0.2)
+    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 1.0)
     bad, good = Fake("decode", how), Fake()
     async with routing([], [bad, good], policy="round_robin", health_interval=0.05) as client:
         asking = asyncio.create_task(client.post(STREAM))
         await until(lambda: bad.got)
         await asyncio.sleep(0.1)
         bad.health = "freeze"
-        status, answer, _ = await asyncio.wait_for(asking, 3)
+        status, answer, _ = await asking
         assert status == 200
         if how == "freeze":
             assert answer == b"".join(PIECES)
@@ -425,8 +430,8 @@ async def test_a_frozen_node_holds_nobody_up(how, monkeypatch):
 
 @aio
 async def test_a_busy_node_that_is_healthy_is_waited_for(monkeypatch):
-    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 0.1)
-    p, d = Fake("prefill", delay=0.3), Fake(delay=0.5)
+    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 0.5)
+    p, d = Fake("prefill", delay=0.8), Fake(delay=1.2)
     async with routing([p], [d], health_interval=0.02) as client:
         assert (await client.post(STREAM))[1] == b"".join(PIECES)
 
@@ -523,12 +528,13 @@ async def test_what_an_operator_sees(caplog):
         assert outcomes(now) == {"answered": 1} and not caplog.text
         assert now[f'node_up{{url="{p.url}"}}'] == now[f'node_up{{url="{d.url}"}}'] == 1
 
-        p.act, d.delay = 500, 0.1  # D computes it
+        p.act, d.when = 500, lambda: "kv_transfer_params" not in d.got[-1]  # D computes it
         assert (await client.post(PROMPT))[0] == 200
         assert outcomes(await numbers()) == {"answered": 2, "tries_failed": 1}
         assert f"a request failed at {p.url} (status 500)" in caplog.text
 
-        p.delay, p.act, d.act = 0.3, 200, 400
+        p.when, d.when = lambda: False, lambda: True
+        p.act, d.act = 200, 400
         assert (await client.post(PROMPT))[0] == 400
         assert outcomes(await numbers()) == {"answered": 2, "tries_failed": 2, "refused": 1}
         assert d.url not in caplog.text, "the client's mistake is not the node's"
@@ -539,9 +545,10 @@ async def test_what_an_operator_sees(caplog):
         assert f"{d.url} is down and gets no requests: it failed a request" in caplog.text
         await until(lambda: f"{d.url} is up again" in caplog.text)
 
-        d.act, d.delay = 200, 9
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(client.post(PROMPT), 0.2)
+        d.act, d.when, seen = 200, lambda: False, len(d.got)
+        asking = asyncio.create_task(client.post(PROMPT))
+        await until(lambda: len(d.got) > seen)
+        asking.cancel()
         await until(lambda: client.router.counts["client_left"] == 1)
 
         await d.stop()
@@ -566,26 +573,27 @@ async def test_health_that_is_none(health):
 
 @aio
 async def test_a_frozen_node_does_not_delay_the_look_at_others(monkeypatch):
-    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 0.5)
+    monkeypatch.setattr(router_module, "NODE_TIMEOUT", 30.0)
     bad, good = Fake(), Fake()
     async with routing([], [bad, good], health_interval=0.02) as client:
-        bad.health = "freeze"
-        await asyncio.sleep(0.05)
+        bad.health, asked = "freeze", bad.num_health
+        await until(lambda: bad.num_health > asked)
         seen = good.num_health
-        await asyncio.sleep(0.2)
-        assert good.num_health > seen + 2
-        assert client.node(good).health
+        await until(lambda: good.num_health > seen + 2)
+        assert client.node(good).health and bad.num_health == asked + 1
 
 
 @aio
 async def test_health_shows_nodes_and_loads():
-    p, d = Fake("prefill", delay=0.2), Fake("decode", delay=0.2)
+    p, d, looked = Fake("prefill"), Fake("decode"), asyncio.Event()
+    p.when = d.when = looked.is_set
     async with routing([p], [d]) as client:
         asking = asyncio.create_task(client.post(PROMPT))
         await until(lambda: p.got and d.got)
         row = {"up": True, "in_flight": 1}
         expected = {"status": "ok", "prefill": [{"url": p.url} | row], "decode": [{"url": d.url} | row]}
         assert await client.get("/health") == (200, expected)
+        looked.set()
         await asking
         client.node(d).health = {}
         assert (await client.get("/health"))[0] == 503
@@ -798,13 +806,13 @@ async def test_equal_prompts_meet_at_the_same_p():
 @aio
 async def test_many_at_once_go_round():
     """As many connections as there are requests: none waits for another to end."""
-    ds = [Fake("decode", delay=8.0), Fake("decode", delay=8.0)]  # longer than a busy machine needs to take all in
+    ds = [Fake("decode"), Fake("decode")]
+    for d in ds:
+        d.when = lambda: sum(len(d.got) for d in ds) == 240
     async with routing([], ds, policy="least_loaded") as client:
         client.session.connector._limit = 0
-        asking = asyncio.gather(*(client.post(PROMPT) for _ in range(240)))
-        await until(lambda: sum(len(d.got) for d in ds) == 240, seconds=30.0)
-        assert not any("end" in d.log for d in ds)
-        assert all(status == 200 for status, *_ in await asking)
+        answers = await asyncio.gather(*(client.post(PROMPT) for _ in range(240)))
+        assert all(status == 200 for status, *_ in answers)
     assert [len(d.got) for d in ds] == [120, 120]
 
 
@@ -840,11 +848,11 @@ def test_a_port_in_use():
 
 
 @contextlib.asynccontextmanager
-async def process(*decode: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def process(*decode: str, shutdown_timeout: float = 2.0) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """`route` as a process of its own."""
     code = (
         "import sys; from nanopd.serve.router import RouterConfig, route; "
-        f"sys.exit(route(RouterConfig(decode={decode!r}, port=0, shutdown_timeout=2.0)))"
+        f"sys.exit(route(RouterConfig(decode={decode!r}, port=0, {shutdown_timeout=})))"
     )
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=pipe, stdout=pipe)
@@ -862,17 +870,17 @@ async def process(*decode: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @aio
 async def test_a_signal_lets_streams_finish(number):
-    d = Fake(gap=0.4)
+    d = Fake(gap=1.0)
     await d.start()
-    async with process(d.url) as (child, url), aiohttp.ClientSession() as session:
+    async with process(d.url, shutdown_timeout=60.0) as (child, url), aiohttp.ClientSession() as session:
         async with session.post(url + "/v1/completions", json=STREAM) as answer:
             assert await answer.content.readany() == PIECES[0]
             child.send_signal(number)
-            await asyncio.sleep(0.1)
-            with pytest.raises(aiohttp.ClientConnectorError):
-                await session.get(url + "/health", headers={"Connection": "close"})
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                while True:  # until the port is closed
+                    await session.get(url + "/health", headers={"Connection": "close"})
             assert await answer.content.read() == b"".join(PIECES[1:])
-        assert await asyncio.wait_for(child.wait(), 3) == 0
+        assert await asyncio.wait_for(child.wait(), 20) == 0
         assert child.stderr and child.stdout
         assert (await child.stdout.read(), await child.stderr.read()) == (b"", b"")
     await d.stop()
@@ -895,12 +903,12 @@ async def test_an_end_comes_anyway(how):
         assert child.returncode is None
         if how == "second signal":
             child.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(child.wait(), 5)
+        await asyncio.wait_for(child.wait(), 20)  # the stream would take a minute
         took = time.monotonic() - start
         if how == "second signal":
-            assert took < 1.5 and child.returncode == -signal.SIGTERM
+            assert child.returncode == -signal.SIGTERM
         else:
-            assert 1.5 < took < 3.5 and child.returncode == 0
+            assert took > 1.5 and child.returncode == 0
         assert child.stderr and await child.stderr.read() == b""
     await until(lambda: "closed" in d.log)
     await d.stop()
