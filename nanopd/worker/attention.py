@@ -218,7 +218,7 @@ class _Decodes:
         """As _Group's."""
         caches = k_cache, v_cache, self._table, self._seen
         out, sums = self._paged_decode(query[self._tokens], *caches, window, self._threads)
-        output[self._tokens] = out
+        output[self._tokens] = out.to(output.dtype)
         if lse is not None:
             lse[self._tokens] = sums
 

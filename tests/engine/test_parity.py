@@ -111,6 +111,22 @@ def test_with_the_compiled_loop_over_blocks(
     assert max(rows) > 10, "the loop was not used"
 
 
+@pytest.mark.parametrize("options", [{}, {"speculative_ngram": 3}, {"cascade_attention": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrower_types(tiny_model: Path, dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Which dtype a machine takes by itself depends on its processor, so each must work on all.
+
+    The first token is the best in float32, too, wherever that is clear; between two close ones rounding decides.
+    """
+    monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
+    llm = LLM(str(tiny_model), dtype=dtype, check_invariants=True, num_blocks=600, **options)
+    llm.core.warm_up()
+    prompts = [[*range(3, 40), *prompt] for prompt in make_prompts()]
+    firsts = [output.outputs[0].token_ids[0] for output in llm.generate(prompts, GREEDY)]
+    for prompt, first in zip(prompts, firsts):
+        check_greedy(tiny_model, prompt, [first], min_margin=0.05)
+
+
 @pytest.mark.parametrize("layout", ["kv_first", "blocks_first", "cross_layer"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_with_many_preemptions(tiny_model: Path, expected: list[list[int]], layout: str, prefix_caching: bool):

@@ -41,14 +41,19 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "dtype"),
+    [(compiled, dtype) for compiled in (False, True) for dtype in ("float32", "bfloat16")] + [(False, "float16")],
+)
 def test_against_dense_attention(
-    compiled: bool, name: str, layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    compiled: bool, dtype: str, name: str, layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    """In the narrower types, too: their inputs are exact in float64, so only the output may be rounded (to 2^-8, 2^-11)."""
+    kind, error = getattr(torch, dtype), {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
     monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
     torch.manual_seed(0)
     query_lens, seq_lens = BATCHES[name]
-    cache = KVCache.allocate(tiny_config(KV_HEADS, DIM), NUM_BLOCKS, BLOCK_SIZE, layout, torch.float32, "cpu")
+    cache = KVCache.allocate(tiny_config(KV_HEADS, DIM), NUM_BLOCKS, BLOCK_SIZE, layout, kind, "cpu")
     cache.memory.fill_(math.nan)  # whatever no request holds, and the tails of blocks, must not matter
     k_cache, v_cache = cache.layers[1]
     free, tables, keys, values = iter(torch.randperm(NUM_BLOCKS).tolist()), [], [], []
@@ -56,8 +61,8 @@ def test_against_dense_attention(
     for query_len, seq_len in zip(query_lens, seq_lens):
         table = [next(free) for _ in range(-(-seq_len // BLOCK_SIZE))]
         tables.append(table + [0] * (longest - len(table)))  # what stands behind a table means nothing
-        keys.append(torch.randn(seq_len, KV_HEADS, DIM))
-        values.append(torch.randn(seq_len, KV_HEADS, DIM))
+        keys.append(torch.randn(seq_len, KV_HEADS, DIM).to(kind))
+        values.append(torch.randn(seq_len, KV_HEADS, DIM).to(kind))
         for position in range(seq_len - query_len):
             slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
             k_cache[slot], v_cache[slot] = keys[-1][position], values[-1][position]
@@ -72,13 +77,14 @@ def test_against_dense_attention(
         for p in range(seq_len - query_len, seq_len)
     ]
     assert slots.tolist() == expected_slots, "K1"
-    query = torch.randn(sum(query_lens), HEADS, DIM)
+    query = torch.randn(sum(query_lens), HEADS, DIM).to(kind)
     new_k = torch.cat([k[len(k) - n :] for k, n in zip(keys, query_lens)])
     new_v = torch.cat([v[len(v) - n :] for v, n in zip(values, query_lens)])
     output = backend(query, new_k, new_v, k_cache, v_cache, window)
+    assert output.dtype == kind
     for i, (start, n) in enumerate(zip(starts.tolist(), query_lens)):
         expected = dense(query[start : start + n], keys[i], values[i], window)
-        torch.testing.assert_close(output[start : start + n].double(), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(output[start : start + n].double(), expected, atol=error, rtol=max(error, 1e-4))
     assert torch.isnan(cache.layers[0][0]).all(), "another layer was touched"
 
 
