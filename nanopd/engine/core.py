@@ -32,6 +32,13 @@ PACK_AFTER = 16
 """Steps until the weights are packed: who comes so far will go on for long enough to win back what it costs."""
 
 
+def knows(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of a narrow type."""
+    ops = torch.ops.mkldnn
+    supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return dtype in supported and supported[dtype]()
+
+
 class EngineCore:
     """Starts in this order: config, device, weights, profile, plan of the blocks, cache and scheduler, graphs.
 
@@ -55,7 +62,7 @@ class EngineCore:
         limit = f"--max-model-len is {max_model_len}, and the model knows {known} positions; ask for at most as many."
         require(max_model_len <= known, limit)
         dtype_name = config.dtype if config.dtype != "auto" else model.dtype
-        if config.dtype == "auto" and self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if config.dtype == "auto" and self.device == "cpu" and not knows(torch.bfloat16):
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
         dtype = self.dtype = getattr(torch, dtype_name)
         backend = choose_backend(config.attention_backend, self.device, dtype)
@@ -79,7 +86,7 @@ class EngineCore:
             from nanopd.connector.mooncake import make_connector
 
             scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
-        self.connector, self._steps_until_pack = worker_half, PACK_AFTER
+        self.connector, self._steps_until_pack = worker_half, PACK_AFTER if self.dtype == torch.float32 else 1
         self.structured_outputs = StructuredOutputManager(self.model_path, model.vocab_size, model.eos_token_ids)
         self.scheduler = Scheduler(config, kv, self.max_model_len, scheduler_half, self.structured_outputs)
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
@@ -96,16 +103,14 @@ class EngineCore:
             logger.warning(f"max_model_len is {self.max_model_len}, not {max_model_len}: {cause}")
 
     def pack(self) -> None:
-        """Lays the weights out anew where products are faster with that (see `decoder.pack`): on an x86 CPU, in float32.
+        """Lays the weights out anew where products are faster with that (see `decoder.pack`): on an x86 CPU, but not in a
+        narrow type that its instructions know.
 
-        It takes seconds, so `step` does it when it has seen `PACK_AFTER` steps.
+        It takes seconds, so `step` does it when it has seen `PACK_AFTER` steps; in a type that they do not know, at once.
         """
         self._steps_until_pack = 0
-        if (
-            self.device == "cpu"
-            and self.dtype == torch.float32
-            and "fbgemm" in torch.backends.quantized.supported_engines
-        ):
+        x86 = self.device == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+        if x86 and not knows(self.dtype):
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 list(pool.map(pack, reversed([*self.model.modules()])))  # the head, which is largest, first
 

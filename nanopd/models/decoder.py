@@ -47,29 +47,29 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return super().forward(x)
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)  # type: ignore[no-any-return]
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def pack(module: nn.Module) -> None:
     """Keeps a Linear's W in float16 only, tile by tile as products read it; not if float16 is too coarse for it.
 
-    For float32 models on x86 CPUs, in place, once: `model.apply(pack)`. With few rows a product takes as long as W needs
-    to come from memory, and half the bytes take half the time. The arithmetic stays that of float32: each number is
-    widened on its way into a register. `F.linear` gets W row by row, and with 2 rows or more copies it into tiles in each
-    call.
+    For x86 CPUs, in place, once: `model.apply(pack)`. With few rows a product takes as long as W needs to come from
+    memory, and half the bytes take half the time. The arithmetic is that of float32: each number is widened on its way
+    into a register. `F.linear` gets W row by row, and with 2 rows or more copies it into tiles in each call; in bfloat16 it
+    is many times slower where the processor has no instructions for that.
 
     Too coarse: a number would move by more than 2^-22 of the largest, and a float32 sum of hundreds of products is no more
     exact than that. Numbers from bfloat16 or float16 do not move, or from nearly 0 (below 2^-17) by 2^-25 at most.
     """
     if isinstance(module, Linear):
-        weight = module.weight
+        weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
         if (weight.half() - weight).abs().max() <= weight.abs().max() * 2**-22:
-            module.packed = torch.ops.quantized.linear_prepack_fp16(weight, module.bias)
+            module.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
             del module.weight
 
 
 class RMSNorm(Module):
-    """x / rms(x) * w over the last dimension, in float32 up to the product with w (Zhang & Sennrich, 2019)."""
+    """x / rms(x) * w over the last dimension, all of it in float32 and then rounded (Zhang & Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -77,9 +77,7 @@ class RMSNorm(Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -7,10 +7,11 @@ import torch
 
 from nanopd import LLM, SamplingParams, UserError
 from nanopd.batch import add
+from nanopd.engine import core as engine_core
 from nanopd.engine.core import PACK_AFTER
 from nanopd.models.decoder import Linear
 from nanopd.serve.api import parse
-from tests.engine.conftest import reference
+from tests.engine.conftest import check_greedy, reference
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +294,25 @@ def test_weights_are_packed_after_some_steps_and_the_tokens_stay(tiny_model: Pat
     assert again == plain
     if "fbgemm" in torch.backends.quantized.supported_engines:
         assert any(linear.packed is not None for linear in linears)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_weights_are_packed_at_once_where_the_processor_does_not_know_their_type(
+    tiny_model: Path, dtype: str, known: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Their products took 3 to 5 times as long. The tokens stay: the same numbers are multiplied, and rounded at the end."""
+    monkeypatch.setattr(engine_core, "knows", lambda _: known)
+    llm = LLM(str(tiny_model), dtype=dtype, num_blocks=50)
+    assert (llm.core.dtype, llm.core.runner.kv_cache.memory.dtype) == (getattr(torch, dtype),) * 2
+    packed = [module.packed is not None for module in llm.core.model.modules() if isinstance(module, Linear)]
+    assert not any(packed)
+    prompts = [[1, 2, 3], [9, 8]]
+    firsts = [
+        output.outputs[0].token_ids for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
+    ]
+    packed = [module.packed is not None for module in llm.core.model.modules() if isinstance(module, Linear)]
+    if "fbgemm" in torch.backends.quantized.supported_engines:
+        assert any(packed) is not known
+    for prompt, first in zip(prompts, firsts):
+        check_greedy(tiny_model, prompt, first, min_margin=0.05)
