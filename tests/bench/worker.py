@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nanopd.config import UserError
+from nanopd import OPENMP, UserError
 
 
 class Worker:
@@ -25,7 +25,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=err,
-                env=os.environ | env,
+                env=env,
                 text=True,
                 start_new_session=True,
             )
@@ -66,13 +66,17 @@ class Worker:
 
 @contextmanager
 def started(python: str, script: str, name: str, options: str, env: dict[str, str], logs: Path) -> Iterator[Worker]:
-    """`script` of this folder, run by `python`; what it says on standard error is kept in `logs`. Ended at the end."""
+    """`script` of this folder, run by `python`; what it says on standard error is kept in `logs`. Ended at the end.
+
+    Other engines get the environment as the user has it, without what this package says to OpenMP for itself.
+    """
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | env
     env["PYTHONPATH"] = str(Path(__file__).parents[2]) if name == "nanopd" else ""
+    left = {key: value for key, value in os.environ.items() if name == "nanopd" or OPENMP.get(key) != value}
     path = Path(__file__).with_name(script)
     if not shutil.which(python):
         raise UserError(f"--peer-python is {python!r}; there is no such program.")
-    worker = Worker(python, path, name, options, env=env, log=logs / f"{path.stem}-{name}.log")
+    worker = Worker(python, path, name, options, env=left | env, log=logs / f"{path.stem}-{name}.log")
     try:
         worker.wait_until_loaded()
         yield worker

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from nanopd import OPENMP
 from tests import forked
+from tests.bench.worker import started
 from tests.engine.conftest import tiny_model
 
 __all__ = ["tiny_model"]  # a fixture
@@ -347,3 +349,27 @@ def test_a_peer_that_cannot_be_started_is_named(tiny_model: Path, tmp_path: Path
     done = nanopd("bench", "peers", "--peer", "vllm", "--model", str(tiny_model), "--logs", str(tmp_path), "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "No module named 'vllm'" in done.stderr
+
+
+def test_a_peer_gets_the_environment_of_the_user_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """How OpenMP's threads wait is worth tenths of a step: whoever is compared with us must have its own default."""
+    got: dict[str, dict[str, str]] = {}
+
+    class Seen:
+        def __init__(self, python: str, script: Path, name: str, options: str, env: dict[str, str], log: Path) -> None:
+            got[name] = env
+
+        def wait_until_loaded(self) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("tests.bench.worker.Worker", Seen)
+    for key, value in (OPENMP | {"OTHER": "1"}).items():
+        monkeypatch.setenv(key, value)
+    for name in ("nanopd", "vllm"):
+        with started(sys.executable, "peer_worker.py", name, "{}", {"LD_PRELOAD": "x"}, tmp_path):
+            pass
+    assert OPENMP.items() <= got["nanopd"].items() and not OPENMP.keys() & got["vllm"].keys()
+    assert got["vllm"]["OTHER"] == "1" and got["vllm"]["LD_PRELOAD"] == "x"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # the user's word
+    with started(sys.executable, "peer_worker.py", "vllm", "{}", {}, tmp_path):
+        assert got["vllm"]["OMP_WAIT_POLICY"] == "active"
