@@ -17,7 +17,7 @@ Numba compiles at the first call, for some 4 seconds, and keeps the result on di
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,17 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
-# Sums may be taken in any order (else no loop over them could use vector instructions); other threads may run meanwhile.
-compiled = njit(fastmath=True, error_model="numpy", nogil=True, cache=True)
 TAYLOR = np.array([math.log(2) ** k / math.factorial(k) for k in range(8)], dtype=np.float32)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Numba's form of it. Sums may be taken in any order, else no loop over them could use vector instructions; other
+    threads may run meanwhile. Kept on disk, if there is a folder that can be written."""
+    fast = partial(njit, fastmath=True, error_model="numpy", nogil=True)
+    try:
+        return fast(cache=True)(function)
+    except RuntimeError:
+        return fast()(function)
 
 
 @compiled

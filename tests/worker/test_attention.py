@@ -3,11 +3,12 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import pytest
 import torch
 
 from nanopd.config import LAYOUTS, EngineConfig, UserError
-from nanopd.kernels.cpu_paged_attention import paged_decode
+from nanopd.kernels.cpu_paged_attention import compiled, paged_decode
 from nanopd.worker import attention
 from nanopd.worker.attention import AttentionMetadata, CPUAttention, choose_backend
 from nanopd.worker.kv_memory import KVCache, bytes_per_block, plan_num_blocks
@@ -116,6 +117,14 @@ def test_the_compiled_loop_reads_bfloat16():
         narrow, wide = paged_decode(query, k, v, *rest), paged_decode(query.float(), k.float(), v.float(), *rest)
     assert torch.equal(narrow[0], wide[0]) and torch.equal(narrow[1], wide[1])
     torch.testing.assert_close(wide[0][0], v[4, 0].float().repeat_interleave(HEADS // KV_HEADS, 0))  # it sees one token
+
+
+def test_it_compiles_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch):
+    """A package and a home that are read-only, as in a container: then each process compiles for itself."""
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        numba.njit(cache=True)(lambda x: x + 1)
+    assert compiled(lambda x: x + 1)(2) == 3
 
 
 def test_backends():
