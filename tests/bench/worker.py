@@ -57,11 +57,13 @@ class Worker:
         assert self._process.stdin
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        with suppress(ProcessLookupError):  # vLLM leaves some of its processes behind
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+        finally:  # whoever does not want to wait for that and sends another signal must not leave it behind
+            with suppress(ProcessLookupError):  # vLLM leaves some of its processes behind
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @contextmanager

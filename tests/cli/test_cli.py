@@ -373,3 +373,34 @@ def test_a_peer_gets_the_environment_of_the_user_not_ours(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # the user's word
     with started(sys.executable, "peer_worker.py", "vllm", "{}", {}, tmp_path):
         assert got["vllm"]["OMP_WAIT_POLICY"] == "active"
+
+
+def test_a_peer_does_not_outlive_a_benchmark_that_is_told_twice_to_stop(tmp_path: Path):
+    """The first signal waits for the peer to end, the second does not."""
+    (tmp_path / "deaf.py").write_text('import time; print(\'{"engine": "deaf"}\', flush=True); time.sleep(600)')
+    code = f"""
+import sys, time
+from pathlib import Path
+from tests.bench.worker import Worker
+worker = Worker(sys.executable, Path("{tmp_path}/deaf.py"), env={{}}, log=Path("{tmp_path}/log"))
+try:
+    worker.wait_until_loaded()
+    print(worker._process.pid, flush=True)
+    time.sleep(600)
+finally:
+    print("closing", flush=True)
+    worker.close()
+"""
+    bench = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert bench.stdout
+    peer = int(bench.stdout.readline())
+    bench.send_signal(signal.SIGTERM)
+    assert bench.stdout.readline() == "closing\n"
+    time.sleep(0.5)
+    assert bench.poll() is None, "it waits"
+    bench.send_signal(signal.SIGTERM)
+    assert bench.wait(20) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(peer, 0)
