@@ -14,29 +14,48 @@ Softmax is online and in float32, as on the GPU; what a query may not see is nev
 Numba compiles at the first call, for some 4 seconds, and keeps the result on disk: beside this file, or in the user's cache.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import overload
 from torch import Tensor
 
 TAYLOR = np.array([math.log(2) ** k / math.factorial(k) for k in range(8)], dtype=np.float32)
 
 
+class Cache(FunctionCache):
+    """What Numba has compiled, on disk. It only saves time: damaged files are compiled anew, and a full disk keeps none."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever reading a pickle cut short may raise
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Numba's form of it. Sums may be taken in any order, else no loop over them could use vector instructions; other
     threads may run meanwhile. Kept on disk, if there is a folder that can be written."""
-    fast = partial(njit, fastmath=True, error_model="numpy", nogil=True)
-    try:
-        return fast(cache=True)(function)
-    except RuntimeError:
-        return fast()(function)
+    dispatcher: Any = njit(fastmath=True, error_model="numpy", nogil=True)(function)
+    with suppress(RuntimeError):
+        dispatcher._cache = Cache(function)
+    return dispatcher  # type: ignore[no-any-return]
 
 
 @compiled

@@ -280,7 +280,8 @@ def choose_backend(name: str, device: str, dtype: torch.dtype) -> AttentionBacke
     imported, so this raises UserError if somebody imported it before for compiling.
     """
     if name == "cpu" or (name == "auto" and device == "cpu"):
-        return CPUAttention(compiled=dtype != torch.float16)  # Numba does not know it
+        # Numba does not know float16; and some switch its compiler off, to debug code of their own.
+        return CPUAttention(compiled=dtype != torch.float16 and "NUMBA_DISABLE_JIT" not in os.environ)
     if device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
             raise UserError(

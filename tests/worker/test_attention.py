@@ -2,10 +2,13 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 import torch
+from numba.core.caching import IndexDataCacheFile
 
 from nanopd.config import LAYOUTS, EngineConfig, UserError
 from nanopd.kernels.cpu_paged_attention import compiled, paged_decode
@@ -127,7 +130,36 @@ def test_it_compiles_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatc
     assert compiled(lambda x: x + 1)(2) == 3
 
 
-def test_backends():
+@pytest.mark.parametrize("damage", ["garbage in the index", "an empty index", "code cut short", "a full disk"])
+def test_a_cache_on_disk_only_saves_time(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A damaged file is compiled anew, and mended; what cannot be written is not kept."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def twice(x: int) -> int:
+        return x * 2
+
+    if damage == "a full disk":
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(IndexDataCacheFile, "save", full)
+        assert compiled(twice)(4) == 8
+        return
+    assert compiled(twice)(4) == 8
+    pattern, content = {"g": ("*.nbi", b"garbage"), "a": ("*.nbi", b""), "c": ("*.nbc", b"x")}[damage[0]]
+    (file,) = tmp_path.rglob(pattern)
+    file.write_bytes(content)
+    assert compiled(twice)(4) == 8
+    assert len(file.read_bytes()) > 100, "the next one compiles again"
+    assert compiled(twice)(4) == 8
+
+
+def test_backends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    assert choose_backend("auto", "cpu", torch.float32)._threads is None, "the loop as plain Python would take minutes"
+    monkeypatch.delenv("NUMBA_DISABLE_JIT")
+    assert choose_backend("auto", "cpu", torch.float32)._threads is not None
     assert isinstance(choose_backend("auto", "cpu", torch.float32), CPUAttention)
     assert isinstance(choose_backend("cpu", "cuda", torch.float32), CPUAttention)
 
