@@ -181,6 +181,10 @@ def test_late_write(student: ModuleType, random: Random) -> Any:
             both.run(until=lambda: not both.p.core.has_unfinished_requests())
             untouched = bool(memory[full].equal(before))
             both.run()
+            end = time.monotonic() + 3
+            while not both.d.core.connector.stats().received and time.monotonic() < end:  # P's Done may come later
+                both.run()
+                time.sleep(0.01)
         return {
             "out of use": held,
             "the next owner's memory is untouched": untouched,
