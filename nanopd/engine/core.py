@@ -32,8 +32,8 @@ PACK_AFTER = 16
 """Steps until the weights are packed: who comes so far will go on for long enough to win back what it costs."""
 
 
-def knows(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for products of a narrow type."""
+def has_instructions_for(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of a narrow type (bfloat16, float16) itself; else they are widened or emulated."""
     ops = torch.ops.mkldnn
     supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
     return dtype in supported and supported[dtype]()
@@ -62,7 +62,7 @@ class EngineCore:
         limit = f"--max-model-len is {max_model_len}, and the model knows {known} positions; ask for at most as many."
         require(max_model_len <= known, limit)
         dtype_name = config.dtype if config.dtype != "auto" else model.dtype
-        if config.dtype == "auto" and self.device == "cpu" and not knows(torch.bfloat16):
+        if config.dtype == "auto" and self.device == "cpu" and not has_instructions_for(torch.bfloat16):
             dtype_name = "float32"  # without instructions for it, bfloat16 is several times slower
         dtype = self.dtype = getattr(torch, dtype_name)
         backend = choose_backend(config.attention_backend, self.device, dtype)
@@ -110,7 +110,7 @@ class EngineCore:
         """
         self._steps_until_pack = 0
         x86 = self.device == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
-        if x86 and not knows(self.dtype):
+        if x86 and not has_instructions_for(self.dtype):
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 list(pool.map(pack, reversed([*self.model.modules()])))  # the head, which is largest, first
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nanopd.config import EngineConfig, UserError
-from nanopd.engine.core import knows
+from nanopd.engine.core import has_instructions_for
 from nanopd.models.loader import load_config, resolve_model
 
 START_SECONDS = 120.0
@@ -35,7 +35,7 @@ def measure(config: EngineConfig, num_rounds: int, input_len: int, output_len: i
     that is busy otherwise, the two of a pair have more in common."""
     model, dtype = load_config(resolve_model(config.model)), config.dtype
     if dtype == "auto":  # as the engine decides it
-        emulated = not torch.cuda.is_available() and not knows(torch.bfloat16)
+        emulated = not torch.cuda.is_available() and not has_instructions_for(torch.bfloat16)
         dtype = "float32" if emulated else model.dtype
     if config.num_blocks is None and config.kv_cache_memory is None:  # three engines share this machine's memory
         config = dataclasses.replace(config, num_blocks=4 * -(-(input_len + output_len) // config.block_size))

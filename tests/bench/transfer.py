@@ -27,7 +27,7 @@ from nanopd.connector.protocol import VERSION, Layout, Pull
 from nanopd.connector.transport import MooncakeTransport
 from nanopd.core.kv_cache import KVCacheManager
 from nanopd.core.output import TransferStats
-from nanopd.engine.core import knows
+from nanopd.engine.core import has_instructions_for
 from nanopd.models.config import ModelConfig
 from nanopd.request import Request
 from nanopd.worker.kv_memory import KVCache, bytes_per_block
@@ -53,7 +53,7 @@ class _End:
     """The KV memory of one engine in one layout, registered; all of it touched, for the first write to a page is slow."""
 
     def __init__(self, kv_layout: str, role: str) -> None:
-        bf16 = knows(torch.bfloat16)
+        bf16 = has_instructions_for(torch.bfloat16)
         dtype = torch.bfloat16 if bf16 else torch.float32  # what `dtype: auto` gives on this machine
         self.config = KVTransferConfig(role=role, kv_port=0)
         self.memory = KVCache.allocate(MODEL, NUM_BLOCKS, BLOCK_SIZE, kv_layout, dtype, "cpu").memory

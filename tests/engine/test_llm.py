@@ -302,7 +302,7 @@ def test_narrow_weights_are_packed_at_once_where_the_processor_does_not_know_the
     tiny_model: Path, dtype: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Their products took 3 to 5 times as long. The tokens stay: the same numbers are multiplied, and rounded at the end."""
-    monkeypatch.setattr(engine_core, "knows", lambda _: known)
+    monkeypatch.setattr(engine_core, "has_instructions_for", lambda _: known)
     llm = LLM(str(tiny_model), dtype=dtype, num_blocks=50)
     assert (llm.core.dtype, llm.core.runner.kv_cache.memory.dtype) == (getattr(torch, dtype),) * 2
     packed = [module.packed is not None for module in llm.core.model.modules() if isinstance(module, Linear)]
