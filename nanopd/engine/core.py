@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -86,7 +87,9 @@ class EngineCore:
             from nanopd.connector.mooncake import make_connector
 
             scheduler_half, worker_half = make_connector(kv_transfer, self.model, kv_cache, layout, kv.trace)
-        self.connector, self._steps_until_pack = worker_half, PACK_AFTER if self.dtype == torch.float32 else 1
+        self.connector = worker_half
+        known = self.dtype == torch.float32 or has_instructions_for(self.dtype)
+        self._steps_until_pack = PACK_AFTER if known else 1
         self.structured_outputs = StructuredOutputManager(self.model_path, model.vocab_size, model.eos_token_ids)
         self.scheduler = Scheduler(config, kv, self.max_model_len, scheduler_half, self.structured_outputs)
         self.runner = ModelRunner(config, self.model, kv_cache, backend, self.max_model_len, worker_half)
@@ -103,16 +106,18 @@ class EngineCore:
             logger.warning(f"max_model_len is {self.max_model_len}, not {max_model_len}: {cause}")
 
     def pack(self) -> None:
-        """Lays the weights out anew where products are faster with that (see `decoder.pack`): on an x86 CPU, but not in a
-        narrow type that its instructions know.
+        """Lays the weights out anew (see `decoder.pack`), on an x86 CPU.
 
-        It takes seconds, so `step` does it when it has seen `PACK_AFTER` steps; in a type that they do not know, at once.
+        It takes up to two seconds, so `step` does it when it has seen `PACK_AFTER` steps; at once in a narrow type that the
+        processor does not know.
         """
         self._steps_until_pack = 0
         x86 = self.device == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
-        if x86 and not has_instructions_for(self.dtype):
+        native = has_instructions_for(self.dtype)
+        if x86 and (not native or self.dtype == torch.bfloat16):
+            modules = reversed([*self.model.modules()])  # the head, which is largest, first
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(pack, reversed([*self.model.modules()])))  # the head, which is largest, first
+                list(pool.map(partial(pack, native=native), modules))
 
     def warm_up(self) -> None:
         """Does now, in seconds, what `step` would do when it sees that it pays: packs the weights, and compiles the loop for

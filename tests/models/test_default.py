@@ -47,7 +47,7 @@ def test_it_is_the_model_it_should_be_and_answers(default_model, model):
     assert (config.architecture, config.dtype, config.tie_word_embeddings) == ("LlamaForCausalLM", "bfloat16", True)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (49152, 576, 1536)
-    assert (config.max_position_embeddings, config.rms_norm_eps) == (8192, 1e-5)
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (8192, pytest.approx(1e-5))
     assert (config.scaled_rope, config.rope_theta, config.eos_token_ids) == (None, 100_000.0, (2,))
     # Sense is the proof that the rows of Q and K are back in order: shuffled, the model babbles.
     tokenizer = load_tokenizer(default_model)
