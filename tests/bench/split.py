@@ -15,15 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.nn import functional as F
 
 from nanopd.config import SamplingParams, UserError
 from nanopd.engine.llm import LLM
 
 PARTS = {
     "linear": "the matrix products of the layers",
-    "attention": "storing K and V, and gathering them or a kernel that does it all",
-    "sdpa": "torch's attention on what was gathered",
+    "attention": "storing K and V, and attention over their blocks",
     "norms": "RMSNorm",
     "elementwise": "RoPE, SwiGLU, residuals, and whatever else the model does",
     "logits": "embedding and logits",
@@ -77,7 +75,6 @@ def watch(llm: LLM) -> Iterator[Split]:
         ("elementwise", core.model, "forward"),
         ("logits", core.model, "compute_logits"),
         ("attention", backend, "__call__"),
-        ("sdpa", F, "scaled_dot_product_attention"),
         ("sampling", core.runner, "_sample"),
     ]
     for name, module in core.model.named_modules():
