@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # How OpenMP's threads wait between two operations; it has to be said before torch is imported. By default they spin for
 # milliseconds: beside another busy process that makes a step many times slower. "passive" sleeps at once, and waking up
-# takes tens of microseconds. Whoever spins about as long as that (1,000 rounds) and then sleeps loses little in either case.
-OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+# takes tens of microseconds, as long as an operation of a decode. So they spin for a fifth of a millisecond, and then sleep.
+OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 if OPENMP.keys().isdisjoint(os.environ):  # else the user has said it
     os.environ.update(OPENMP)
 

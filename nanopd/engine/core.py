@@ -106,7 +106,8 @@ class EngineCore:
             logger.warning(f"max_model_len is {self.max_model_len}, not {max_model_len}: {cause}")
 
     def pack(self) -> None:
-        """Lays the weights out anew (see `decoder.pack`), on an x86 CPU.
+        """Lays the weights out anew (see `decoder.pack`), on an x86 CPU, and takes the compiled loops for what is between
+        products, if those for attention have been loaded.
 
         It takes up to two seconds, so `step` does it when it has seen `PACK_AFTER` steps; at once in a narrow type that the
         processor does not know.
@@ -118,13 +119,23 @@ class EngineCore:
             modules = reversed([*self.model.modules()])  # the head, which is largest, first
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 list(pool.map(partial(pack, native=native), modules))
+        if isinstance(self.runner.backend, CPUAttention) and self.runner.backend.loaded:
+            from nanopd.kernels import cpu_elementwise  # Numba is there already
 
+            for module in self.model.modules():
+                module.elementwise = cpu_elementwise  # type: ignore[assignment]
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Does now, in seconds, what `step` would do when it sees that it pays: packs the weights, and compiles the loop for
-        decodes with much to read. For servers, and before something is measured."""
-        self.pack()
+        """Does now, in seconds, what `step` would do when it sees that it pays: loads the compiled loops, and packs the
+        weights. For servers, and before something is measured."""
         if isinstance(self.runner.backend, CPUAttention):
-            self.runner.backend.compile(self.runner.kv_cache, self.model.config.num_heads)
+            self.runner.backend.load(self.runner.kv_cache, self.model.config.num_heads)
+        self.pack()
+        if self.device == "cpu":
+            for num_tokens in (1, 64):  # in one thread, and in all of them
+                tokens = torch.zeros(num_tokens, dtype=torch.int64)
+                self.model(tokens, tokens, lambda layer, query, key, value: query)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises UserError if it can never be served."""

@@ -70,6 +70,35 @@ def compiled(function: Callable[..., Any], *constants: int, parallel: bool = Fal
     return dispatcher  # type: ignore[no-any-return]
 
 
+def as_array(x: Tensor) -> np.ndarray:
+    """The same memory; bfloat16, which NumPy does not know, as uint16."""
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def over(function: Callable[..., None], *constants: int, parallel_from: int) -> Callable[..., None]:
+    """`function(first, last, *arguments)`, compiled, as a function of (n, *arguments): it does 0 to n, from n =
+    `parallel_from` on in parts, on torch.get_num_threads() threads. Tensors come to it as arrays."""
+    alone = compiled(function, *constants)
+
+    def parts(num_parts, n, *arguments):  # type: ignore[no-untyped-def]
+        for part in prange(num_parts):
+            alone(n * part // num_parts, n * (part + 1) // num_parts, *arguments)
+
+    parts.__qualname__ = f"{function.__qualname__}_in_parts"
+    together = compiled(parts, parallel=True)
+
+    def run(n: int, *arguments: Any) -> None:
+        arrays = [as_array(x) if isinstance(x, Tensor) else x for x in arguments]
+        if n < parallel_from:
+            alone(0, n, *arrays)
+        else:
+            threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+            set_num_threads(threads)
+            together(threads, n, *arrays)
+
+    return run
+
+
 @compiled
 def exp2(x):  # type: ignore[no-untyped-def]
     """2^x for float32 x <= 0, to 1e-7: 2^f by Taylor's series for f within 1/2 of 0, and 2^n by its bits: n + 127 is the
@@ -117,7 +146,7 @@ def compile_kernel(head_dim: int, block_size: int) -> Callable[..., None]:
     """
     D, B = head_dim, block_size
 
-    def attend(tiles, q, k, v, block_rows, block_table, scale, num_kv_heads, window, output, lse):  # type: ignore[no-untyped-def]
+    def attend(first, last, tiles, q, k, v, block_rows, block_table, scale, num_kv_heads, window, output, lse):  # type: ignore[no-untyped-def]
         group = q.shape[1] // num_kv_heads
         most = TILE_TOKENS * group
         queries, acc = np.empty((2, num_kv_heads, most, D), np.float32)
@@ -125,7 +154,7 @@ def compile_kernel(head_dim: int, block_size: int) -> Callable[..., None]:
         scores = np.empty((most, B + 1), np.float32)  # of a row and each slot; the last column is the old maximum
         flat_scores = scores.reshape(most * (B + 1))
         last_k, last_v = np.zeros((B * num_kv_heads, D), k.dtype), np.zeros((B * num_kv_heads, D), v.dtype)
-        for n in range(len(tiles)):
+        for n in range(first, last):
             request, first_token, num_tokens, seen, more = tiles[
                 n
             ]  # its first token sees `seen`, each other `more` more
@@ -184,14 +213,7 @@ def compile_kernel(head_dim: int, block_size: int) -> Callable[..., None]:
                         output[token, head, d] = narrow(acc[h, r, d] / total[h, r], output[token, head, d])
                     lse[token, head] = (maximum[h, r] + math.log2(total[h, r])) * math.log(2)
 
-    attend_tiles = compiled(attend, D, B)
-
-    def kernel(parts, tiles, q, k, v, block_rows, block_table, scale, num_kv_heads, window, output, lse):  # type: ignore[no-untyped-def]
-        for part in prange(parts):
-            mine = tiles[len(tiles) * part // parts : len(tiles) * (part + 1) // parts]
-            attend_tiles(mine, q, k, v, block_rows, block_table, scale, num_kv_heads, window, output, lse)
-
-    return compiled(kernel, D, B, parallel=True)
+    return over(attend, D, B, parallel_from=2)
 
 
 def plan_tiles(query_lens: list[int], seq_lens: list[int], causal: bool) -> np.ndarray:
@@ -228,12 +250,7 @@ def paged_attention(
     block, stride = k_cache[0].numel(), k_cache.stride(0)
     assert k_cache.stride() == v_cache.stride() == (stride, num_kv_heads * head_dim, head_dim, 1)
     flat = [x.as_strided([(num_blocks - 1) * stride + block], [1]).view(-1, head_dim) for x in (k_cache, v_cache)]
-    q, k, v, out = (
-        (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy() for x in (query.contiguous(), *flat, output)
-    )
     scale = np.float32(head_dim**-0.5 / math.log(2))  # 2^x is what processors have, so log2(e) is in the scale
-    threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    set_num_threads(threads)
-    caches = k, v, stride // head_dim, block_table.numpy(), scale, num_kv_heads, window or 1 << 31
+    caches = *flat, stride // head_dim, block_table, scale, num_kv_heads, window or 1 << 31
     sums = torch.empty(query.shape[:2]) if lse is None else lse
-    compile_kernel(head_dim, block_size)(min(threads, len(tiles)), tiles, q, *caches, out, sums.numpy())
+    compile_kernel(head_dim, block_size)(len(tiles), tiles, query.contiguous(), *caches, output, sums)

@@ -29,10 +29,32 @@ from nanopd.models.config import ModelConfig
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class Elementwise:
+    """What a layer does beside products and attention. `kernels/cpu_elementwise.py` does the same, in one pass each."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, all of it in float32 and then rounded (Zhang & Sennrich, 2019)."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turns the pairs (x[i], x[i + D/2]) by their angles. x [T, heads, D], cos and sin [T, 1, D/2] -> [T, heads, D]."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    @staticmethod
+    def silu_and_mul(gate_up: Tensor) -> Tensor:
+        """SwiGLU: the gate decides how much of `up` passes (Shazeer, 2020). [T, 2 I] -> [T, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
 class Module(nn.Module):
     """A torch module whose calls have a type: they give one tensor."""
 
     __call__: Callable[..., Tensor]
+    elementwise: Any = Elementwise
 
 
 class Linear(nn.Linear):
@@ -77,7 +99,7 @@ def pack(module: nn.Module, native: bool) -> None:
 
 
 class RMSNorm(Module):
-    """x / rms(x) * w over the last dimension, all of it in float32 and then rounded (Zhang & Sennrich, 2019)."""
+    """A norm and its weights, one for each dimension."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -85,7 +107,7 @@ class RMSNorm(Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.elementwise.rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -107,12 +129,6 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return inv_freq, factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x[i], x[i + D/2]) by their angles. x [T, heads, D], cos and sin [T, 1, D/2] -> [T, heads, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class Attention(Module):
     """Grouped-query attention: Hq / Hkv query heads share one key-value head (Ainslie et al., 2023)."""
 
@@ -129,12 +145,12 @@ class Attention(Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv_proj(x).split_with_sizes(self.sizes, dim=-1)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)  # [T, Hq, D], 2 x [T, Hkv, D]
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = (self.elementwise.rotate(x, cos, sin) for x in (self.q_norm(q), self.k_norm(k)))
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 
 class MLP(Module):
-    """SwiGLU: the gate decides how much of `up` passes (Shazeer, 2020)."""
+    """Two products, SwiGLU, and a third."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -143,8 +159,7 @@ class MLP(Module):
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(self.elementwise.silu_and_mul(self.gate_up_proj(x)))
 
 
 class Layer(Module):
@@ -158,8 +173,8 @@ class Layer(Module):
         self.mlp = MLP(config)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), cos, sin, attend)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = self.self_attn(self.input_layernorm(h), cos, sin, attend).add_(h)
+        return self.mlp(self.post_attention_layernorm(h)).add_(h)
 
 
 class Decoder(Module):

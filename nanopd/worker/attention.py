@@ -84,9 +84,9 @@ class CPUAttention:
     """
 
     def __init__(self, compiled: bool = False) -> None:
-        self._compiled, self._loaded = compiled, False
+        self._compiled, self.loaded = compiled, False
 
-    def compile(self, kv_cache: KVCache, num_heads: int) -> None:
+    def load(self, kv_cache: KVCache, num_heads: int) -> None:
         """Loads the loop now, and compiles it unless that was done by an earlier process."""
         if self._compiled:
             k_cache, v_cache = kv_cache.layers[0]
@@ -95,7 +95,7 @@ class CPUAttention:
             _Tiles(one_token, causal=True).attend(
                 query, k_cache, v_cache, None, torch.empty_like(query), query[..., 0].float()
             )
-            self._loaded = True
+            self.loaded = True
 
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
         """Finds the slots, and decides how this step attends."""
@@ -103,8 +103,8 @@ class CPUAttention:
         blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
         metadata.slot_mapping[:] = blocks * block_size + rest
         self._slots = blocks, rest
-        self._loaded |= self._compiled and int(positions.sum()) >= LONG_CONTEXT
-        kind = _Tiles if self._loaded else _Copies
+        self.loaded |= self._compiled and int(positions.sum()) >= LONG_CONTEXT
+        kind = _Tiles if self.loaded else _Copies
         own, prefix = split_common_prefix(metadata, block_size)
         self._own, self._prefix = kind(own, causal=True), prefix and kind(prefix, causal=False)
 
