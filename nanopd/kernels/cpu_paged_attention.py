@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -78,14 +79,22 @@ def as_array(x: Tensor) -> np.ndarray:
 def over(function: Callable[..., None], *constants: int, parallel_from: int) -> Callable[..., None]:
     """`function(first, last, *arguments)`, compiled, as a function of (n, *arguments): it does 0 to n, from n =
     `parallel_from` on in parts, on torch.get_num_threads() threads. Tensors come to it as arrays."""
-    alone = compiled(function, *constants)
+
+    def copy(
+        name: str,
+    ) -> Callable[..., None]:  # or both would be one symbol to LLVM, and one would run the other's code
+        same = FunctionType(function.__code__, function.__globals__, name, closure=function.__closure__)
+        same.__qualname__ = f"{function.__qualname__}_{name}"
+        return compiled(same, *constants)
+
+    alone, one_of_many = copy("alone"), copy("one_of_many")
 
     def parts(num_parts, n, *arguments):  # type: ignore[no-untyped-def]
         for part in prange(num_parts):
-            alone(n * part // num_parts, n * (part + 1) // num_parts, *arguments)
+            one_of_many(n * part // num_parts, n * (part + 1) // num_parts, *arguments)
 
     parts.__qualname__ = f"{function.__qualname__}_in_parts"
-    together = compiled(parts, parallel=True)
+    together = compiled(parts, *constants, parallel=True)
 
     def run(n: int, *arguments: Any) -> None:
         arrays = [as_array(x) if isinstance(x, Tensor) else x for x in arguments]
