@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from nanopd.kernels.cpu_paged_attention import exp2, narrow, over, widen
+from nanopd.kernels.cpu import exp2, narrow, over, widen
 
 over_tokens = partial(
     over, parallel_from=32
