@@ -226,7 +226,8 @@ def choose_backend(name: str, device: str, dtype: torch.dtype) -> AttentionBacke
     """
     if name == "cpu" or (name == "auto" and device == "cpu"):
         # Numba does not know float16; and some switch its compiler off, to debug code of their own.
-        return CPUAttention(compiled=dtype != torch.float16 and "NUMBA_DISABLE_JIT" not in os.environ)
+        known = device == "cpu" and dtype != torch.float16
+        return CPUAttention(compiled=known and "NUMBA_DISABLE_JIT" not in os.environ)
     if device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
             raise UserError(
