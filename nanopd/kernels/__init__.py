@@ -4,7 +4,7 @@ in tests/kernels/reference.py; `nanopd bench kernels` times them, or shows what 
     slot_mapping.py      position of a token            -> its slot in the KV cache
     kv_store.py          new keys and values            -> their slots
     paged_attention.py   queries, the cache, its tables -> attention output (and the merge of partial outputs)
-    cpu_paged_attention.py   the last again, by Numba, where there is no GPU
+    cpu_paged_attention.py   the same for decodes, by Numba, where there is no GPU
     cpu_elementwise.py   norms, RoPE, SwiGLU            by Numba, in one pass each
 
 With TRITON_INTERPRET=1 in the environment the kernels run in Python, on CPU tensors; without it they compile. Triton reads

@@ -15,6 +15,7 @@ to what is its own request's. The two outputs are weighed by the sums of their s
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -72,41 +73,67 @@ class ForwardContext:
         return self.backend(query, key, value, k_cache, v_cache, self.windows[layer])
 
 
-LONG_CONTEXT = 1024
-"""The compiled loop is loaded by the first step whose tokens see so many tokens or more, all together."""
+GROUP_TOKENS = 2048
+"""Tokens of context that the CPU backend copies at once: 3 MB of K and V in the default model, so they stay in cache."""
+
+
+FEW_TOKENS, LONG_CONTEXT = 8, 1024
+"""A request with at most so many new tokens counts as a decode; decodes that see so many tokens or more, all together, go
+through the compiled loop, if there is one."""
 
 
 class CPUAttention:
-    """For each request, copies K and V out of their blocks and calls torch's attention on the copy.
+    """The plain backend: copy K and V out of their blocks, and call torch's attention on the copy.
 
-    The copy costs more than the attention of a decode, and torch's is slow on short prompts. So with `compiled` a loop that
-    Numba compiles goes through the blocks without it, as soon as there is so much to do that loading it pays.
+    It goes through the requests a few at a time, those with as many new tokens and of similar length together, so few
+    that the copy is still in the processor's cache when attention reads it: each byte comes from memory once. The
+    shorter ones of a group are padded with zeros that a mask hides.
+
+    For a chunk of a prompt the copy is little beside the products; for decodes it is most of the work. So with `compiled`
+    those that have much to read go through their blocks without it, in a loop that Numba compiles.
     """
 
     def __init__(self, compiled: bool = False) -> None:
-        self._compiled, self.loaded = compiled, False
+        self._threads = ThreadPoolExecutor(torch.get_num_threads()) if compiled else None
+        self.loaded = False  # Numba, by somebody who needed it
 
     def load(self, kv_cache: KVCache, num_heads: int) -> None:
-        """Loads the loop now, and compiles it unless that was done by an earlier process."""
-        if self._compiled:
-            k_cache, v_cache = kv_cache.layers[0]
-            query, zero = k_cache.new_zeros(1, num_heads, k_cache.shape[-1]), torch.zeros(1, 1, dtype=torch.int32)
-            one_token = AttentionMetadata(zero[0], zero[0], zero, zero[0], [1], [1])
-            _Tiles(one_token, causal=True).attend(
-                query, k_cache, v_cache, None, torch.empty_like(query), query[..., 0].float()
-            )
+        """Loads the loop now, and compiles it unless that was done by an earlier process; not for a cache so small that it
+        can be of no use."""
+        k_cache, v_cache = kv_cache.layers[0]
+        if self._threads and k_cache.shape[0] * k_cache.shape[1] >= LONG_CONTEXT:
+            query, zero = k_cache.new_zeros(1, num_heads, k_cache.shape[-1]), torch.zeros(1, dtype=torch.int64)
+            one_token = _Decodes(zero.view(1, 1).int(), zero, zero, zero + 1, self._threads)
+            one_token.attend(query, k_cache, v_cache, None, torch.empty_like(query), None)
             self.loaded = True
 
     def plan(self, metadata: AttentionMetadata, positions: Tensor, block_size: int) -> None:
-        """Finds the slots, and decides how this step attends."""
-        request = torch.repeat_interleave(metadata.query_start_loc.diff().long())  # [T]: whose token is it
+        """Groups the requests of this step."""
+        query_lens = metadata.query_start_loc.diff().long()
+        request = torch.repeat_interleave(query_lens)  # [T]: whose token is it
         blocks, rest = metadata.block_table[request, positions // block_size].long(), positions % block_size
         metadata.slot_mapping[:] = blocks * block_size + rest
         self._slots = blocks, rest
-        self.loaded |= self._compiled and int(positions.sum()) >= LONG_CONTEXT
-        kind = _Tiles if self.loaded else _Copies
         own, prefix = split_common_prefix(metadata, block_size)
-        self._own, self._prefix = kind(own, causal=True), prefix and kind(prefix, causal=False)
+        self._prefix = prefix and _Group(prefix, block_size, [0], causal=False)
+        self._groups: list[_Group | _Decodes] = []
+        tokens = (query_lens[request] <= FEW_TOKENS).nonzero().squeeze(1)
+        seen = positions[tokens] + 1 - metadata.num_common_prefix_blocks * block_size
+        compiled = self._threads if seen.sum() >= LONG_CONTEXT else None
+        if compiled:
+            self.loaded = True
+            self._groups.append(_Decodes(own.block_table, tokens, request[tokens], seen, compiled))
+        groups: list[list[int]] = []  # indices of requests
+        query_len = 0
+        lengths = own.query_lens_list, own.seq_lens_list
+        for length, seq_len, i in sorted(zip(*lengths, range(len(lengths[0])))):
+            if compiled and length <= FEW_TOKENS:
+                continue
+            if length != query_len or (len(groups[-1]) + 1) * seq_len > GROUP_TOKENS:
+                groups.append([])
+                query_len = length
+            groups[-1].append(i)
+        self._groups += [_Group(own, block_size, rows) for rows in groups]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -114,7 +141,8 @@ class CPUAttention:
         k_cache[self._slots], v_cache[self._slots] = key, value
         output = torch.empty_like(query)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if self._prefix else None
-        self._own.attend(query, k_cache, v_cache, window, output, lse)
+        for group in self._groups:
+            group.attend(query, k_cache, v_cache, window, output, lse)
         if self._prefix and lse is not None:
             shared, shared_lse = torch.empty_like(output), torch.empty_like(lse)
             self._prefix.attend(query, k_cache, v_cache, window, shared, shared_lse)
@@ -123,49 +151,80 @@ class CPUAttention:
         return output
 
 
-class _Copies:
-    """Request by request: a copy of its K and V, and torch's attention on it. Plain, and what the loop is compared with."""
+class _Group:
+    """Requests `rows` of a batch, of equal query length, padded to the longest of them."""
 
-    def __init__(self, metadata: AttentionMetadata, causal: bool) -> None:
-        self._metadata, self._causal = metadata, causal
-
-    def attend(
-        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
-    ) -> None:
-        """Fills output [T, Hq, D], and if it is wanted the log of each softmax's sum, lse [T, Hq] float32."""
-        start, m = 0, self._metadata
-        for query_len, seq_len, table in zip(m.query_lens_list, m.seq_lens_list, m.block_table):
-            blocks, mine = table[: -(-seq_len // k_cache.shape[1])].long(), slice(start, start + query_len)
-            # [1, heads, tokens, D]
-            k, v = (c[blocks].flatten(0, 1)[:seq_len].transpose(0, 1).unsqueeze(0) for c in (k_cache, v_cache))
-            q, mask = query[mine].transpose(0, 1).unsqueeze(0), None
-            if self._causal and (query_len > 1 or window):  # a decode without a window sees all there is
-                position, other = torch.arange(seq_len - query_len, seq_len).unsqueeze(1), torch.arange(seq_len)
-                hidden = (other > position) | (other <= position - (window or seq_len))
-                mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-            if lse is None:
-                out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-            else:  # what the line above calls; it also says how large the softmax's sum was
-                out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-                lse[mine] = sums[0].T
-            output[mine] = out[0].transpose(0, 1)
-            start += query_len
-
-
-class _Tiles:
-    """All requests at once, through the compiled loop."""
-
-    def __init__(self, metadata: AttentionMetadata, causal: bool) -> None:
-        from nanopd.kernels import cpu_paged_attention as kernel  # Numba takes half a second to import
-
-        self._tiles = kernel.plan_tiles(metadata.query_lens_list, metadata.seq_lens_list, causal)
-        self._table, self._paged_attention = metadata.block_table, kernel.paged_attention
+    def __init__(self, metadata: AttentionMetadata, block_size: int, rows: list[int], causal: bool = True) -> None:
+        self._seq_lens, query_len = metadata.seq_lens[rows].long().unsqueeze(1), metadata.query_lens_list[rows[0]]
+        self._tokens = metadata.query_start_loc[rows].long().unsqueeze(1) + torch.arange(query_len)  # [n, query_len]
+        self._longest = int(self._seq_lens.max())
+        self._table = metadata.block_table[rows, : -(-self._longest // block_size)].long()
+        padding = torch.arange(self._table.shape[1] * block_size) >= self._seq_lens
+        self._padding = padding.flatten().nonzero().squeeze(1)  # where in the copy nothing of the request stands
+        self._positions = self._seq_lens - query_len + torch.arange(query_len)  # [n, query_len]
+        self._fresh = causal and query_len > 1 and bool((self._positions[:, 0] == 0).all())  # from its first token on
+        self._masks: dict[int | None, Tensor | None] = {} if causal else {None: None}
 
     def attend(
         self, query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        """As _Copies'."""
-        self._paged_attention(query, k_cache, v_cache, self._table, self._tiles, window, output, lse)
+        """Writes the rows of `output` [T, Hq, D], and of `lse` [T, Hq] if it is wanted, that belong to these requests."""
+        q, k, v = query[self._tokens], self._collect(k_cache), self._collect(v_cache)
+        # A decode's query heads that share K and V become the rows of one small matrix product.
+        decode = q.shape[1] == 1
+        q = q.view(len(q), k.shape[1], -1, q.shape[-1]) if decode else q.transpose(1, 2)
+        mask = self._mask(window)
+        causal = mask is None and self._fresh
+        if lse is None:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=not decode)
+        else:  # what the line above calls; it also says how large the softmax's sum was
+            bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+            attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, sums = attention(q, k, v, is_causal=causal, attn_mask=bias)
+            lse[self._tokens] = sums.reshape(len(q), 1, -1) if decode else sums.transpose(1, 2)
+        output[self._tokens] = out.reshape(len(q), 1, *query.shape[1:]) if decode else out.transpose(1, 2)
+
+    def _collect(self, cache: Tensor) -> Tensor:
+        """K or V of these requests, in order of position: [n, Hkv, longest, D]."""
+        copy = cache.index_select(0, self._table.flatten())
+        if len(self._tokens) > 1:  # a mask does not hide a NaN in the padding: -inf + NaN and 0 * NaN are NaN
+            copy.flatten(0, 1).index_fill_(0, self._padding, 0)
+        return copy.view(len(self._tokens), -1, *cache.shape[2:])[:, : self._longest].transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """Which positions each new token sees, bool [n, 1, query_len, longest]: itself and those before it. None where
+        that needs no mask: a decode that sees all there is, and prompts from their first token on."""
+        if window not in self._masks:
+            position, other = self._positions[:, None, :, None], torch.arange(self._longest)
+            mask = (other <= position) & (other > position - (window or self._longest + 1))
+            all_causal = self._fresh and (window or self._longest) >= self._longest
+            self._masks[window] = None if all_causal or mask.all() else mask
+        return self._masks[window]
+
+
+class _Decodes:
+    """Tokens of requests with few new ones: each goes through its request's blocks by itself, and sees the first `seen`."""
+
+    def __init__(
+        self, block_table: Tensor, tokens: Tensor, request: Tensor, seen: Tensor, threads: ThreadPoolExecutor
+    ) -> None:
+        from nanopd.kernels.cpu_paged_attention import paged_decode  # Numba takes half a second to import
+
+        by_length, n = seen.argsort(), torch.get_num_threads()
+        order = torch.cat([by_length[i::n] for i in range(n)])  # each thread gets some of all lengths
+        self._tokens, self._seen = tokens[order], seen[order]
+        self._table = block_table[request[order]]
+        self._threads, self._paged_decode = threads, paged_decode
+
+    def attend(
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """As _Group's."""
+        caches = k_cache, v_cache, self._table, self._seen
+        out, sums = self._paged_decode(query[self._tokens], *caches, window, self._threads)
+        output[self._tokens] = out.to(output.dtype)
+        if lse is not None:
+            lse[self._tokens] = sums
 
 
 def split_common_prefix(

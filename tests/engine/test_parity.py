@@ -100,13 +100,13 @@ def test_with_the_compiled_loop_over_blocks(
 ):
     monkeypatch.setattr(attention, "LONG_CONTEXT", 1)
     rows: list[int] = []
-    real = cpu_paged_attention.paged_attention
+    real = cpu_paged_attention.paged_decode
 
-    def paged_attention(query: torch.Tensor, *args: Any) -> Any:
+    def paged_decode(query: torch.Tensor, *args: Any) -> Any:
         rows.append(len(query))
         return real(query, *args)
 
-    monkeypatch.setattr(cpu_paged_attention, "paged_attention", paged_attention)
+    monkeypatch.setattr(cpu_paged_attention, "paged_decode", paged_decode)
     assert generate(tiny_model, make_prompts(), **options)[0] == expected
     assert max(rows) > 10, "the loop was not used"
 
