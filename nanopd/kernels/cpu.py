@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,8 @@ def compiled(function: Callable[..., Any], *constants: int, parallel: bool = Fal
     """Numba's form of it. Sums may be taken in any order, else no loop over them could use vector instructions; other
     threads may run meanwhile. Kept on disk, if there is a folder that can be written.
 
-    The constants that it has from around it become part of its name: by that Numba finds its files, and its callers find it.
+    The constants that it has from around it become part of its name, by which Numba finds its file. Without, two processes
+    that compile it with others give both the same name, and a third one runs either.
     """
     function.__qualname__ = "_".join(map(str, [function.__qualname__, *constants]))
     dispatcher: Any = njit(fastmath=True, error_model="numpy", nogil=True, parallel=parallel)(function)
@@ -63,24 +63,17 @@ def as_array(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def over(function: Callable[..., None], *constants: int, parallel_from: int) -> Callable[..., None]:
+def over(function: Callable[..., None], parallel_from: int) -> Callable[..., None]:
     """`function(first, last, *arguments)`, compiled, as a function of (n, *arguments): it does 0 to n, from n =
     `parallel_from` on in parts, on torch.get_num_threads() threads. Tensors come to it as arrays."""
-
-    def copy(name: str) -> Callable[..., None]:
-        # Two functions by one name are one symbol to LLVM. The second is a quarter faster: prange promises its arrays apart.
-        same = FunctionType(function.__code__, function.__globals__, name, closure=function.__closure__)
-        same.__qualname__ = f"{function.__qualname__}_{name}"
-        return compiled(same, *constants)
-
-    alone, one_of_many = copy("alone"), copy("one_of_many")
+    alone = compiled(function)
 
     def parts(num_parts, n, *arguments):  # type: ignore[no-untyped-def]
         for part in prange(num_parts):
-            one_of_many(n * part // num_parts, n * (part + 1) // num_parts, *arguments)
+            alone(n * part // num_parts, n * (part + 1) // num_parts, *arguments)
 
     parts.__qualname__ = f"{function.__qualname__}_in_parts"
-    together = compiled(parts, *constants, parallel=True)
+    together = compiled(parts, parallel=True)
 
     def run(n: int, *arguments: Any) -> None:
         arrays = [as_array(x) if isinstance(x, Tensor) else x for x in arguments]

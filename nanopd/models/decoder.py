@@ -78,7 +78,7 @@ def pack(module: nn.Module, native: bool) -> None:
     """Keeps a Linear's W tile by tile, as products read it. For x86 CPUs, in place, once: `model.apply(pack)`.
 
     `F.linear` gets W row by row, and with 2 rows of x or more copies it into tiles in each call. The tiles are oneDNN's
-    where the processor knows W's type (`native`: bfloat16, float16); for 1 to 64 rows a product then takes 0.5 to 0.9 of the
+    where the processor knows W's type (`native`: bfloat16); for 1 to 64 rows a product then takes 0.5 to 0.9 of the
     time. Else they are FBGEMM's, in float16: with few rows a product takes as long as W needs to come from memory, and half
     the bytes take half the time. The arithmetic is that of float32: each number is widened on its way into a register.
 

@@ -50,7 +50,7 @@ def test_rounding_to_bfloat16_is_to_the_nearest_and_of_two_to_the_even_one():
     x = bits.view(torch.float32).double()
     ones = torch.ones(1, 1, 2048)
     a, b = x.float()[:, :2048], x.float()[:, 2048:]
-    # (a * 1 - b * 0): products of bfloat16s are exact in float32, sums are not, so both sides round the same sum.
+    # Turned by 1 and 1: a - b and b + a, of bfloat16s in float32, so that only the rounding at the end can differ.
     rotated = cpu_elementwise.rotate(torch.cat([a, b], 1).bfloat16().view(1, 1, 4096), ones.bfloat16(), ones.bfloat16())
     a, b = a.bfloat16().float(), b.bfloat16().float()
     assert torch.equal(rotated.view(-1), torch.cat([a - b, b + a], 1).bfloat16().view(-1))

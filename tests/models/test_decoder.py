@@ -126,6 +126,22 @@ def test_packed_weights_are_the_same_numbers_and_there_is_no_other_copy(name, tm
         assert_same_logits(logits_of(model, ids[i : i + 1]), expected)
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not know bfloat16")
+def test_bfloat16_weights_in_the_tiles_of_onednn(tmp_path):
+    """The same products, with and without a bias, rounded to bfloat16 at the end; W is not kept a second time."""
+    make_model("Qwen2").bfloat16().save_pretrained(tmp_path)
+    model = load_model(tmp_path, "bfloat16", "cpu", max_model_len=64)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    inputs = [torch.randn(rows, linear.in_features).bfloat16() for linear in linears for rows in (1, 9)]
+    plain = [linear(x) for linear, x in zip([linear for linear in linears for _ in range(2)], inputs)]
+    model.apply(partial(pack, native=True))
+    packed = [linear(x) for linear, x in zip([linear for linear in linears for _ in range(2)], inputs)]
+    assert any(linear.bias is not None for linear in linears)
+    for got, expected in zip(packed, plain):
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
+    assert {name for name, parameter in model.named_parameters() if parameter.dim() == 2} == {"embed_tokens.weight"}
+
+
 @pytest.mark.parametrize("number", [1 + 2**-11, 65536.0, float("nan"), float("inf")])
 def test_a_matrix_that_float16_is_too_coarse_for_stays_as_it_is(number):
     linear = Linear(5, 3, bias=False).requires_grad_(False)
